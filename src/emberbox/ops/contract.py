@@ -1,0 +1,72 @@
+"""What an op promises, and how one implementation is chosen for it. Knows no model.
+
+Each folder beside this file is one op: `__init__.py` holds the contract (`OP`), `reference.py` the
+truth in plain torch, `kernel_*.py` faster forms with the same signature.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from emberbox.errors import OpError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A fast version, named by import path: a machine that cannot run it never imports it."""
+
+    path: str  # "emberbox.ops.kda_chunk.kernel_cpu:kda_chunk"
+    device: str  # torch device type it runs on
+    min_capability: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Op(Generic[P, R]):
+    """A reference, its kernels, and the inputs and tolerances that hold them together.
+
+    `make_inputs(**case, dtype=..., seed=...)` returns keyword arguments of the reference.
+    `tolerance` is the relative error (numerics.relative_error) against the reference evaluated on
+    float64 copies of the floating-point inputs, per activation dtype.
+    """
+
+    name: str
+    reference: Callable[P, R]
+    make_inputs: Callable[..., dict[str, object]]
+    cases: tuple[Mapping[str, int], ...]
+    tolerance: Mapping[torch.dtype, float]
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+
+    def bind(self, device: torch.device, capability: tuple[int, int] = (0, 0)) -> "Bound[P, R]":
+        """Choose once: the first kernel that runs on `device`, otherwise the reference."""
+        for name, kernel in self.kernels.items():
+            if kernel.device == device.type and capability >= kernel.min_capability:
+                return Bound(name, self.load(name))
+        return Bound("reference", self.reference)
+
+    def load(self, name: str) -> Callable[P, R]:
+        """Import the kernel called `name`. Raises OpError if this op has none of that name."""
+        if name not in self.kernels:
+            known = ", ".join(self.kernels) or "none"
+            raise OpError(f"{self.name}: no kernel {name!r}", hint=f"kernels of this op: {known}")
+        module, _, attribute = self.kernels[name].path.partition(":")
+        return cast("Callable[P, R]", getattr(import_module(module), attribute))
+
+
+@dataclass(frozen=True, slots=True)
+class Bound(Generic[P, R]):
+    """The implementation chosen for an op, and its name for the op table."""
+
+    name: str
+    function: Callable[P, R]
+
+
+def require(condition: bool, message: str, *values: object) -> None:
+    """Raise OpError(message.format(*values)) unless `condition` holds."""
+    if not condition:
+        raise OpError(message.format(*values))

@@ -1,0 +1,22 @@
+"""Verify 1..8 tokens without touching the state; keep the factors that a commit needs.
+
+Inputs as kda_chunk with T >= 1. Returns o [T, H, Dv] and deltas [T, H, Dv], float32 or wider: after
+`a` tokens are accepted the state is kda_commit(k[:a], deltas[:a], gate[:a], state), since
+S_t = diag(exp g_t) S_{t-1} + k_t (x) delta_t (architecture.md 3.2).
+"""
+
+import torch
+
+from emberbox.ops import kda_chunk
+from emberbox.ops.contract import Op
+from emberbox.ops.kda_verify.reference import kda_commit, kda_verify
+
+__all__ = ["OP", "kda_commit", "kda_verify"]
+
+OP = Op(
+    name="kda_verify",
+    reference=kda_verify,
+    make_inputs=kda_chunk.make_inputs,
+    cases=({"T": 1, "H": 1, "D": 8}, {"T": 8, "H": 3, "D": 32}),
+    tolerance={torch.float32: 5e-6, torch.bfloat16: 5e-6},
+)

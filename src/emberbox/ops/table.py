@@ -1,0 +1,111 @@
+"""Choose one implementation per op, once, when a network is built.
+
+`bind_all` gives an OpTable: plain functions, one field per op. `OpTable.reference()` is the whole
+network in plain torch, the form every kernel answers to.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emberbox.formats.base import QuantTensor
+from emberbox.ops import (
+    hyper_mix,
+    hyper_update,
+    index_pool,
+    index_select,
+    kda_chunk,
+    kda_inputs,
+    kda_verify,
+    linear,
+    linear_quant,
+    mla_attention,
+    moe_experts,
+    rms_norm,
+    route_topk,
+    short_conv,
+    swiglu,
+    vision_attention,
+)
+from emberbox.ops.contract import Bound, Op
+
+OPS: Mapping[str, Op[..., Any]] = {
+    op.name: op
+    for op in (
+        rms_norm.OP,
+        linear.OP,
+        linear_quant.OP,
+        swiglu.OP,
+        hyper_mix.OP,
+        hyper_update.OP,
+        short_conv.OP,
+        kda_inputs.OP,
+        kda_chunk.OP,
+        kda_verify.OP,
+        index_pool.OP,
+        index_select.SCORES,
+        index_select.OP,
+        mla_attention.OP,
+        route_topk.OP,
+        moe_experts.OP,
+        vision_attention.OP,
+    )
+}
+
+# Ops of one format: QuantTensor.format.name -> op. A format without an entry uses linear_quant.
+LINEAR_BY_FORMAT: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """One function per op, signatures as in each op's contract; `names` says which were chosen."""
+
+    rms_norm: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
+    linear_quant: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    hyper_mix: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    hyper_update: Callable[..., Tensor]
+    short_conv: Callable[..., Tensor]
+    kda_inputs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    kda_chunk: Callable[..., tuple[Tensor, Tensor]]
+    kda_verify: Callable[..., tuple[Tensor, Tensor]]
+    index_pool: Callable[..., Tensor]
+    index_scores: Callable[..., Tensor]
+    index_select: Callable[..., Tensor]
+    mla_attention: Callable[..., Tensor]
+    route_topk: Callable[..., tuple[Tensor, Tensor]]
+    moe_experts: Callable[..., Tensor]
+    vision_attention: Callable[..., Tensor]
+    names: Mapping[str, str]
+
+    @classmethod
+    def reference(cls) -> "OpTable":
+        """Every op bound to its plain reference."""
+        return _table({name: Bound("reference", op.reference) for name, op in OPS.items()})
+
+    def linear_for(self, weight: Tensor | QuantTensor) -> Callable[..., Tensor]:
+        """The product to use with `weight`, by its format."""
+        if not isinstance(weight, QuantTensor):
+            return self.linear
+        name = LINEAR_BY_FORMAT.get(weight.format.name, "linear_quant")
+        function: Callable[..., Tensor] = getattr(self, name)
+        return function
+
+    def describe(self) -> list[tuple[str, str]]:
+        """(op, implementation) in order, for logs, `doctor` and receipts."""
+        return list(self.names.items())
+
+
+def bind_all(device: torch.device, capability: tuple[int, int] = (0, 0)) -> OpTable:
+    """The fastest implementation of each op that runs on `device`."""
+    return _table({name: op.bind(device, capability) for name, op in OPS.items()})
+
+
+def _table(bound: Mapping[str, Bound[..., Any]]) -> OpTable:
+    functions = {name: choice.function for name, choice in bound.items()}
+    names = {name: choice.name for name, choice in bound.items()}
+    return OpTable(**functions, names=names)
