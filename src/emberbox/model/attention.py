@@ -1,0 +1,108 @@
+"""Sparse multi-head latent attention with its pooled-key indexer (architecture.md 3.3, 3.4)."""
+
+import torch
+from torch import Tensor
+
+from emberbox.model.batch import Span
+from emberbox.model.cache import Cache, SparsePast, SparseTokens
+from emberbox.model.config import TextConfig
+from emberbox.model.layers import LayerNorm, Linear, Parameters, RMSNorm, plain, split_last
+from emberbox.ops.table import OpTable
+
+# T tokens of the batch, n new tokens of a span, N all its tokens, H heads, C latent width
+INDEX_NORM_EPS = 1e-6  # the indexer's LayerNorm; every other norm uses rms_norm_eps
+
+
+class Indexer:
+    """Chooses which tokens a query attends to: the best pools of four, and the unfinished tail."""
+
+    def __init__(self, config: TextConfig, ops: OpTable, params: Parameters, prefix: str) -> None:
+        """`prefix` ends in "indexer."."""
+        self.config, self.ops = config, ops
+        self.wq_b = Linear.load(ops, params, f"{prefix}wq_b")
+        self.wk = Linear.load(ops, params, f"{prefix}wk")
+        self.k_norm = LayerNorm(
+            plain(params, f"{prefix}k_norm.weight"),
+            plain(params, f"{prefix}k_norm.bias"),
+            INDEX_NORM_EPS,
+        )
+        self.weights_proj = Linear.load(ops, params, f"{prefix}weights_proj")
+        self.gate = Linear(ops, params[f"{prefix}index_kpool_compress_gate"])
+        self.ape = plain(params, f"{prefix}index_kpool_compress_ape")  # [pool, D]
+
+    def keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> keys, pooling gates [T, D], float32 or wider."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return self.k_norm(self.wk(x)), self.gate(x).to(wide)
+
+    def queries(self, x: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], q_latent [T, R] -> queries [T, Hi, D], head weights [T, Hi] float32."""
+        config = self.config
+        q = split_last(self.wq_b(q_latent), config.index_n_heads, config.index_head_dim)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return q, self.weights_proj(x).to(wide) * config.index_n_heads**-0.5
+
+    def select(
+        self, queries: Tensor, weights: Tensor, past: SparsePast, new: SparseTokens
+    ) -> Tensor:
+        """Token indices [n, K] for n new tokens that follow `past`; -1 where there is none."""
+        pool = self.config.index_kpool
+        start, n = past.latents.shape[0], queries.shape[0]
+        keys, gates = torch.cat([past.keys, new.keys]), torch.cat([past.gates, new.gates])
+        done = keys.shape[0] // pool
+        fresh = self.ops.index_pool(
+            keys[: done * pool].reshape(done, pool, keys.shape[-1]),
+            gates[: done * pool].reshape(done, pool, keys.shape[-1]),
+            self.ape,
+        )
+        # Rounded as the cache rounds them, so that a choice does not depend on where a chunk ended.
+        pooled = torch.cat([past.pooled, fresh.to(past.pooled.dtype)])
+        scores = self.ops.index_scores(queries, pooled, weights)
+        positions = torch.arange(start, start + n, device=queries.device)
+        return self.ops.index_select(scores, positions, pool, self.config.index_topk)
+
+
+class SparseAttention:
+    """Low-rank queries, one latent per token as key and value of all heads, selected rows only."""
+
+    def __init__(
+        self, config: TextConfig, ops: OpTable, params: Parameters, prefix: str, index: int
+    ) -> None:
+        """`prefix` ends in "self_attn."; `index`, counting sparse layers, is the cache's layer."""
+        self.config, self.ops, self.index = config, ops, index
+        eps = config.rms_norm_eps
+        self.q_a = Linear.load(ops, params, f"{prefix}q_a_proj")
+        self.q_a_norm = RMSNorm(ops, plain(params, f"{prefix}q_a_layernorm.weight"), eps)
+        self.q_b = Linear.load(ops, params, f"{prefix}q_b_proj")
+        self.kv_a = Linear.load(ops, params, f"{prefix}kv_a_proj_with_mqa")
+        self.kv_a_norm = RMSNorm(ops, plain(params, f"{prefix}kv_a_layernorm.weight"), eps)
+        width = config.qk_head_dim + config.v_head_dim
+        kv_b = plain(params, f"{prefix}kv_b_proj.weight")
+        self.kv_b = kv_b.reshape(config.num_attention_heads, width, -1)  # [H, Dk + Dv, C]
+        self.o = Linear.load(ops, params, f"{prefix}o_proj")
+        self.indexer = Indexer(config, ops, params, f"{prefix}indexer.")
+
+    def __call__(self, x: Tensor, spans: tuple[Span, ...], cache: Cache | None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. Without a cache every span starts a sequence."""
+        config = self.config
+        q_latent = self.q_a_norm(self.q_a(x))
+        q = split_last(self.q_b(q_latent), config.num_attention_heads, config.qk_head_dim)
+        latents = self.kv_a_norm(self.kv_a(x))
+        keys, gates = self.indexer.keys(x)
+        index_q, index_w = self.indexer.queries(x, q_latent)
+        outputs = []
+        for span in spans:
+            rows = slice(span.start, span.stop)
+            new = SparseTokens(latents[rows], keys[rows], gates[rows], self.indexer.ape)
+            past = self._empty(new) if cache is None else cache.read_sparse(self.index, span)
+            indices = self.indexer.select(index_q[rows], index_w[rows], past, new)
+            all_rows = torch.cat([past.latents, new.latents])
+            outputs.append(self.ops.mla_attention(q[rows], all_rows, self.kv_b, indices))
+            if cache is not None:
+                cache.write_sparse(self.index, span, new)
+        return self.o(torch.cat(outputs).flatten(1))
+
+    def _empty(self, new: SparseTokens) -> SparsePast:
+        return SparsePast(
+            new.latents[:0], new.keys[:0].to(new.latents.dtype), new.keys[:0], new.gates[:0]
+        )

@@ -1,0 +1,259 @@
+"""Everything a sequence leaves behind on the device: pages of latent rows, slots of KDA state.
+
+The layout belongs to the network. Latent rows and pooled indexer keys lie in pages of 64 tokens
+that
+an engine hands out; KDA state, three convolution inputs and the keys of the unfinished pool lie in
+slots, one per running sequence. All is allocated at construction and nothing grows.
+
+Tokens under verification change nothing here: their factors wait in `_pending` until `commit` says
+how many were accepted. Knows no requests and no scheduling.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emberbox.errors import OpError
+from emberbox.model.batch import Span
+from emberbox.model.config import TextConfig
+from emberbox.ops.index_pool.reference import index_pool
+from emberbox.ops.kda_verify.reference import kda_commit
+
+PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """How much to allocate."""
+
+    num_pages: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class KdaPast:
+    """state [H, Dk, Dv] float32; conv [W-1, 3*H*D], the convolution's last inputs, oldest first."""
+
+    state: Tensor
+    conv: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KdaTokens:
+    """Tokens under verification: conv inputs [n, C], k, gate [n, H, Dk], deltas [n, H, Dv]."""
+
+    conv: Tensor
+    k: Tensor
+    gate: Tensor
+    deltas: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePast:
+    """latents [n, C]; pooled [n // pool, D]; keys, gates [n % pool, D] of the unfinished pool."""
+
+    latents: Tensor
+    pooled: Tensor
+    keys: Tensor
+    gates: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTokens:
+    """New tokens: latents [n, C], indexer keys, gates [n, D]; and the layer's `ape` [pool, D]."""
+
+    latents: Tensor
+    keys: Tensor
+    gates: Tensor
+    ape: Tensor
+
+
+class Cache:
+    """Pages and slots of the layers given. Shapes are in the attributes' comments.
+
+    A cache of the MTP layer alone is `Cache(config, size, num_kda=0, num_sparse=1, ...)`; it shares
+    page numbers with the trunk's.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        size: CacheSize,
+        *,
+        layers: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        num_kda, num_sparse = layers
+        H, D, C = config.kda_heads, config.kda_head_dim, 3 * config.kda_heads * config.kda_head_dim
+        Di, pool = config.index_head_dim, config.index_kpool
+        pages, slots = size.num_pages, size.num_slots
+        self.pool = pool
+
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        wide = torch.promote_types(dtype, torch.float32)
+        self.state = zeros(num_kda, slots, H, D, D, dtype=wide)
+        self.conv = zeros(num_kda, slots, config.conv_width - 1, C)
+        self.latents = zeros(num_sparse, pages, PAGE_TOKENS, config.kv_lora_rank)
+        self.pooled = zeros(num_sparse, pages, PAGE_TOKENS // pool, Di)
+        self.ring_keys = zeros(num_sparse, slots, pool - 1, Di, dtype=wide)
+        self.ring_gates = zeros(num_sparse, slots, pool - 1, Di, dtype=wide)
+        self._pending: dict[int, _Pending] = {}
+
+    @classmethod
+    def for_trunk(
+        cls, config: TextConfig, size: CacheSize, *, dtype: torch.dtype, device: torch.device
+    ) -> "Cache":
+        """A cache of all trunk layers."""
+        num_sparse = sum(config.layer_is_sparse)
+        layers = (config.num_hidden_layers - num_sparse, num_sparse)
+        return cls(config, size, layers=layers, dtype=dtype, device=device)
+
+    @classmethod
+    def for_draft(
+        cls, config: TextConfig, size: CacheSize, *, dtype: torch.dtype, device: torch.device
+    ) -> "Cache":
+        """A cache of the MTP layer."""
+        return cls(config, size, layers=(0, 1), dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated, all of them at construction."""
+        tensors = (
+            self.state,
+            self.conv,
+            self.latents,
+            self.pooled,
+            self.ring_keys,
+            self.ring_gates,
+        )
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def begin(self, spans: tuple[Span, ...]) -> None:
+        """Check spans against what is allocated; call once per forward pass, before any layer.
+
+        Raises OpError when a slot still waits for a commit or the pages do not cover the tokens.
+        """
+        for span in spans:
+            if span.slot in self._pending:
+                raise OpError(
+                    f"cache: slot {span.slot} has tokens under verification; commit first"
+                )
+            if not 0 <= span.slot < self.state.shape[1]:
+                raise OpError(f"cache: slot {span.slot} of {self.state.shape[1]}")
+            held = len(span.pages) * PAGE_TOKENS
+            needed = span.position + span.num_tokens
+            if held < needed:
+                raise OpError(f"cache: slot {span.slot} needs {needed} rows, its pages hold {held}")
+            if any(not 0 <= page < self.latents.shape[1] for page in span.pages):
+                raise OpError(f"cache: page out of 0..{self.latents.shape[1] - 1} in {span.pages}")
+        for span in spans:
+            if span.num_verify:
+                self._pending[span.slot] = _Pending(span)
+
+    def read_kda(self, layer: int, span: Span) -> KdaPast:
+        """State before the span's first token; zeros at position 0 whatever the slot held."""
+        state, conv = self.state[layer, span.slot], self.conv[layer, span.slot]
+        if span.position == 0:
+            return KdaPast(torch.zeros_like(state), torch.zeros_like(conv))
+        return KdaPast(state, conv)
+
+    def write_kda(self, layer: int, span: Span, past: KdaPast, waiting: KdaTokens | None) -> None:
+        """Keep the state after the written tokens; hold the rest until commit."""
+        self.state[layer, span.slot] = past.state
+        self.conv[layer, span.slot] = past.conv
+        if waiting is not None:
+            self._pending[span.slot].kda[layer] = waiting
+
+    def read_sparse(self, layer: int, span: Span) -> SparsePast:
+        """Rows of all tokens before the span."""
+        n, tail = span.position, span.position % self.pool
+        pages = torch.tensor(span.pages[: -(-n // PAGE_TOKENS)], device=self.latents.device).long()
+        return SparsePast(
+            latents=self.latents[layer, pages].flatten(0, 1)[:n],
+            pooled=self.pooled[layer, pages].flatten(0, 1)[: n // self.pool],
+            keys=self.ring_keys[layer, span.slot, :tail],
+            gates=self.ring_gates[layer, span.slot, :tail],
+        )
+
+    def write_sparse(self, layer: int, span: Span, tokens: SparseTokens) -> None:
+        """Write the rows of the span's written tokens; hold the rest until commit."""
+        n = span.num_written
+        if n:
+            self._append(layer, span, span.position, _first(tokens, n))
+        if span.num_verify:
+            rest = SparseTokens(tokens.latents[n:], tokens.keys[n:], tokens.gates[n:], tokens.ape)
+            self._pending[span.slot].sparse[layer] = rest
+
+    def commit(self, accepted: Mapping[int, int]) -> None:
+        """Apply the first `accepted[slot]` tokens under verification of each slot, drop the others.
+
+        Raises OpError, changing nothing, for a slot that verifies nothing or fewer tokens.
+        """
+        for slot, count in accepted.items():
+            if slot not in self._pending:
+                raise OpError(f"cache: slot {slot} has no tokens under verification")
+            if not 0 <= count <= self._pending[slot].span.num_verify:
+                most = self._pending[slot].span.num_verify
+                raise OpError(f"cache: slot {slot} cannot accept {count} of {most} tokens")
+        for slot, count in accepted.items():
+            pending = self._pending.pop(slot)
+            if count:
+                self._apply(pending, count)
+
+    def discard(self, slot: int) -> None:
+        """Forget tokens under verification of a slot, if any (a request was aborted)."""
+        self._pending.pop(slot, None)
+
+    def _apply(self, pending: "_Pending", count: int) -> None:
+        span = pending.span
+        for layer, kda in pending.kda.items():
+            state = self.state[layer, span.slot]
+            self.state[layer, span.slot] = kda_commit(
+                kda.k[:count], kda.deltas[:count], kda.gate[:count], state
+            )
+            conv = torch.cat([self.conv[layer, span.slot], kda.conv[:count]])
+            self.conv[layer, span.slot] = conv[count:]
+        for layer, tokens in pending.sparse.items():
+            self._append(layer, span, span.position + span.num_written, _first(tokens, count))
+
+    def _append(self, layer: int, span: Span, position: int, new: SparseTokens) -> None:
+        """Tokens from `position` on: latents, finished pools into pages, the rest to the ring."""
+        n, pool = new.latents.shape[0], self.pool
+        device = self.latents.device
+        rows = torch.arange(position, position + n, device=device)
+        pages = torch.tensor(span.pages, device=device).long()
+        self.latents[layer, pages[rows // PAGE_TOKENS], rows % PAGE_TOKENS] = new.latents
+        tail = position % pool
+        keys = torch.cat([self.ring_keys[layer, span.slot, :tail], new.keys])
+        gates = torch.cat([self.ring_gates[layer, span.slot, :tail], new.gates])
+        done = keys.shape[0] // pool
+        if done:
+            pooled = index_pool(
+                keys[: done * pool].reshape(done, pool, keys.shape[-1]),
+                gates[: done * pool].reshape(done, pool, keys.shape[-1]),
+                new.ape,
+            )
+            at = torch.arange(position // pool, position // pool + done, device=device)
+            per_page = PAGE_TOKENS // pool
+            self.pooled[layer, pages[at // per_page], at % per_page] = pooled.to(self.pooled.dtype)
+        rest = keys.shape[0] - done * pool
+        self.ring_keys[layer, span.slot, :rest] = keys[done * pool :]
+        self.ring_gates[layer, span.slot, :rest] = gates[done * pool :]
+
+
+class _Pending:
+    """What a slot's tokens under verification would write, layer by layer."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.kda: dict[int, KdaTokens] = {}
+        self.sparse: dict[int, SparseTokens] = {}
+
+
+def _first(tokens: SparseTokens, n: int) -> SparseTokens:
+    return SparseTokens(tokens.latents[:n], tokens.keys[:n], tokens.gates[:n], tokens.ape)

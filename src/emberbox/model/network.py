@@ -1,0 +1,128 @@
+"""The whole of glm5_next: embedding, layers over four streams, final norm, head.
+
+`forward` runs a batch against a cache; `full` runs whole sequences without one, under autograd if
+asked. Both are the same layers. Knows no requests, no text and no files.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from emberbox.model.attention import SparseAttention
+from emberbox.model.batch import Batch, Span
+from emberbox.model.cache import Cache
+from emberbox.model.config import Glm5NextConfig, TextConfig
+from emberbox.model.hyper import HyperConnection
+from emberbox.model.kda import KimiDeltaAttention
+from emberbox.model.layers import Linear, Parameters, RMSNorm, plain
+from emberbox.model.moe import FeedForward, MixtureOfExperts
+from emberbox.model.mtp import MtpLayer
+from emberbox.model.vision import VisionTower
+from emberbox.ops.table import OpTable
+
+PREFIX = "model.language_model."
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each inside its hyper-connection."""
+
+    def __init__(self, config: TextConfig, ops: OpTable, params: Parameters, layer: int) -> None:
+        prefix = f"{PREFIX}layers.{layer}."
+        sparse = config.layer_is_sparse[layer]
+        index = config.layer_is_sparse[:layer].count(sparse)
+        kind = SparseAttention if sparse else KimiDeltaAttention
+        self.attention = kind(config, ops, params, f"{prefix}self_attn.", index)
+        self.mlp = (
+            MixtureOfExperts(config, ops, params, f"{prefix}mlp.", config.n_routed_experts)
+            if config.mlp_is_moe[layer]
+            else FeedForward(ops, params, f"{prefix}mlp.", config.swiglu_limit)
+        )
+        names = (("hc_attn_", "input_layernorm"), ("hc_ffn_", "post_attention_layernorm"))
+        self.attention_hc, self.mlp_hc = (
+            HyperConnection(
+                config,
+                ops,
+                params,
+                prefix + hc,
+                RMSNorm(ops, plain(params, f"{prefix}{norm}.weight"), config.rms_norm_eps),
+            )
+            for hc, norm in names
+        )
+
+    def __call__(self, streams: Tensor, spans: tuple[Span, ...], cache: Cache | None) -> Tensor:
+        """streams [T, S, hidden] -> [T, S, hidden]."""
+        streams = self.attention_hc(streams, partial(self.attention, spans=spans, cache=cache))
+        return self.mlp_hc(streams, self.mlp)
+
+
+class Network:
+    """glm5_next on one device. `params` are operands under released names (model.weights)."""
+
+    def __init__(self, config: Glm5NextConfig, params: Parameters, ops: OpTable) -> None:
+        text = config.text
+        self.config = config
+        self.embedding = plain(params, f"{PREFIX}embed_tokens.weight")
+        self.layers = tuple(
+            DecoderLayer(text, ops, params, i) for i in range(text.num_hidden_layers)
+        )
+        self.norm = RMSNorm(ops, plain(params, f"{PREFIX}norm.weight"), text.rms_norm_eps)
+        self.lm_head = Linear.load(ops, params, "lm_head")
+        mtp = f"{PREFIX}layers.{text.num_hidden_layers}."
+        self.mtp = MtpLayer(text, ops, params, mtp) if f"{mtp}enorm.weight" in params else None
+        seen = any(name.startswith("model.visual.") for name in params)
+        self.vision = (
+            VisionTower(config.vision, ops, params) if config.vision is not None and seen else None
+        )
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Embeddings [T, hidden], image rows replaced by their features."""
+        rows = self.embedding[batch.token_ids]
+        if batch.features is None or batch.feature_rows is None:
+            return rows
+        return rows.index_copy(0, batch.feature_rows, batch.features.to(rows.dtype))
+
+    def forward(self, batch: Batch, cache: Cache | None) -> Tensor:
+        """Hidden states after the final norm, [T, hidden].
+
+        Written tokens change `cache`, tokens under verification do not (see Cache). Without a cache
+        every span is a whole sequence from position 0.
+        """
+        if cache is not None:
+            cache.begin(batch.spans)
+        x = self.embed(batch)
+        streams = x.unsqueeze(1).expand(-1, self.config.text.hc_mult, -1)
+        for layer in self.layers:
+            streams = layer(streams, batch.spans, cache)
+        wide = torch.promote_types(streams.dtype, torch.float32)
+        return self.norm(streams.to(wide).mean(1).to(streams.dtype))
+
+    def draft(
+        self, hidden: Tensor, next_token_ids: Tensor, batch: Batch, cache: Cache | None
+    ) -> Tensor:
+        """MTP output d_t [T, hidden] from h_t [T, hidden] and x_{t+1} [T] int64 of the batch's
+        rows.
+
+        `cache` is the MTP layer's own (Cache.for_draft); the same verification rule applies.
+        """
+        if self.mtp is None:
+            raise LookupError("this checkpoint holds no MTP layer")
+        if cache is not None:
+            cache.begin(batch.spans)
+        return self.mtp(hidden, self.embedding[next_token_ids], batch, cache)
+
+    def full(self, token_ids: Tensor, features: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Logits [B, T, vocab] of whole sequences of equal length, without a cache.
+
+        token_ids [B, T] int64; features = (rows [F] into the flattened tokens, [F, hidden]).
+        """
+        B, T = token_ids.shape
+        spans = tuple(Span(b * T, (b + 1) * T, 0, b, ()) for b in range(B))
+        rows, values = features if features is not None else (None, None)
+        batch = Batch(token_ids.flatten(), spans, features=values, feature_rows=rows)
+        return self.logits(self.forward(batch, None)).reshape(B, T, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., hidden] -> float32 or wider [..., vocab]."""
+        out = self.lm_head(hidden)
+        return out.to(torch.promote_types(out.dtype, torch.float32))

@@ -1,0 +1,28 @@
+"""The shipped nano model for tests: loaded once per process."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from emberbox.engine.llm import LLM
+from emberbox.model.cache import Cache, CacheSize
+from emberbox.model.network import Network
+
+NANO = Path(__file__).parents[2] / "models" / "ember-nano"
+
+
+@cache
+def nano_llm() -> LLM:
+    """ember-nano in float32 on the CPU."""
+    return LLM(NANO, dtype="float32", device="cpu")
+
+
+def nano_network() -> Network:
+    return nano_llm().network
+
+
+def nano_cache(*, num_pages: int, num_slots: int) -> Cache:
+    size = CacheSize(num_pages=num_pages, num_slots=num_slots)
+    text = nano_llm().config.text
+    return Cache.for_trunk(text, size, dtype=torch.float32, device=torch.device("cpu"))
