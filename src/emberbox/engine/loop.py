@@ -1,0 +1,133 @@
+"""A plain loop over the cached forward pass: one request at a time, prefill in chunks, then decode.
+
+It stands behind the names the full engine will keep (prefill, decode, TokenEvent).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from emberbox.chat.detokenizer import Detokenizer
+from emberbox.engine.reply import Reply
+from emberbox.engine.request import FinishReason, Prompt, SamplingParams, TokenEvent
+from emberbox.engine.sampler import Sampler
+from emberbox.errors import ContextLengthError, RequestError
+from emberbox.model.batch import Batch, SequenceRows
+from emberbox.model.cache import PAGE_TOKENS, Cache, CacheSize
+from emberbox.model.network import Network
+
+ABORTED = -1  # token id of an event that carries no token
+PREFILL_CHUNK = 512  # rows per forward pass; an abort waits for one of them at most
+
+
+class EngineLoop:
+    """Owns a network and the cache of one sequence."""
+
+    def __init__(self, network: Network, *, max_model_len: int) -> None:
+        self.network, self.max_model_len = network, max_model_len
+        self.device, dtype = network.embedding.device, network.embedding.dtype
+        self.pages = tuple(range(-(-max_model_len // PAGE_TOKENS)))
+        size = CacheSize(num_pages=len(self.pages), num_slots=1)
+        self.cache = Cache.for_trunk(network.config.text, size, dtype=dtype, device=self.device)
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> int:
+        """The number of tokens the reply may have. Raises RequestError before any work."""
+        self.check_tokens(prompt)
+        num_prompt = len(prompt.token_ids)
+        room = self.max_model_len - num_prompt
+        wanted = params.max_tokens if params.max_tokens is not None else max(room, 1)
+        if wanted > room:
+            raise ContextLengthError(
+                f"the context holds {self.max_model_len} tokens; the prompt has {num_prompt} and "
+                f"the reply may have {wanted}, {num_prompt + wanted} in all",
+                param="messages",
+                hint=f"shorten the prompt or ask for at most {max(room, 0)} tokens",
+            )
+        return wanted
+
+    def check_tokens(self, prompt: Prompt) -> None:
+        """Raises RequestError for an empty prompt or a token id the model does not know."""
+        if not prompt.token_ids:
+            raise RequestError("the prompt holds no tokens", param="prompt")
+        vocab = self.network.config.text.vocab_size
+        for at, token in enumerate(prompt.token_ids):
+            if not 0 <= token < vocab:
+                raise RequestError(
+                    f"token {token} at position {at} is outside the vocabulary of {vocab}",
+                    param="prompt",
+                )
+
+    @torch.inference_mode()
+    def hidden(self, prompt: Prompt, chunk: int = PREFILL_CHUNK) -> Iterator[Tensor]:
+        """Prefill: hidden states [n, hidden] of successive chunks of the prompt."""
+        features = self._image_features(prompt)
+        for start in range(0, len(prompt.token_ids), chunk):
+            ids = prompt.token_ids[start : start + chunk]
+            here = {i - start: f for i, f in features.items() if start <= i < start + len(ids)}
+            rows = SequenceRows(ids, start, 0, self.pages, features=here)
+            yield self.network.forward(Batch.of([rows], self.device), self.cache)
+
+    def run(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        detokenizer: Detokenizer,
+        should_abort: Callable[[], bool] = lambda: False,
+    ) -> Iterator[TokenEvent]:
+        """Events of one reply; the last one carries a finish reason.
+
+        `should_abort` is asked after each forward pass.
+        """
+        budget = self.check(prompt, params)
+        eos = () if params.ignore_eos else self.network.config.text.eos_token_ids
+        reply = Reply(params, detokenizer, eos, budget)
+        hidden = self._prefill(prompt, should_abort)
+        position = len(prompt.token_ids)
+        while hidden is not None:
+            event = reply.accept(self._sample(reply.sampler, hidden))
+            yield event
+            if event.finish is not None:
+                return
+            hidden = None if should_abort() else self._decode(event.token_id, position)
+            position += 1
+        yield TokenEvent(ABORTED, "", FinishReason.ABORT)
+
+    def _prefill(self, prompt: Prompt, should_abort: Callable[[], bool]) -> Tensor | None:
+        """The last chunk's hidden states; None when told to stop."""
+        last = None
+        for hidden in self.hidden(prompt):
+            if should_abort():
+                return None
+            last = hidden
+        return last
+
+    @torch.inference_mode()
+    def _decode(self, token: int, position: int) -> Tensor:
+        rows = SequenceRows((token,), position, 0, self.pages)
+        return self.network.forward(Batch.of([rows], self.device), self.cache)
+
+    @torch.inference_mode()
+    def _sample(self, sampler: Sampler, hidden: Tensor) -> int:
+        return sampler.sample(self.network.logits(hidden[-1]))
+
+    def _image_features(self, prompt: Prompt) -> dict[int, Tensor]:
+        """Position in the prompt -> embedding, for every image token."""
+        places = _image_places(prompt.token_ids, self.network.config.image_token_id)
+        if not places and not prompt.images:
+            return {}
+        if self.network.vision is None:
+            raise RequestError("this checkpoint has no vision tower; send no images")
+        grids = [patches.grid for patches in prompt.images]
+        pixels = [torch.from_numpy(p.pixel_values).to(self.device) for p in prompt.images]
+        dtype = self.network.embedding.dtype
+        features = self.network.vision(torch.cat(pixels).to(dtype), grids) if pixels else ()
+        if len(features) != len(places):
+            raise RequestError(
+                f"the prompt has {len(places)} image tokens, its images make {len(features)}"
+            )
+        return dict(zip(places, features, strict=True))
+
+
+def _image_places(token_ids: Sequence[int], image_token_id: int) -> list[int]:
+    return [at for at, token in enumerate(token_ids) if token == image_token_id]

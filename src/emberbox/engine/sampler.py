@@ -1,0 +1,34 @@
+"""From logits to a token: greedy, or temperature with top-k and top-p."""
+
+import torch
+from torch import Tensor
+
+from emberbox.engine.request import SamplingParams
+
+
+class Sampler:
+    """Chooses the tokens of one request; its random numbers depend on the seed alone."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.generator = torch.Generator()
+        if params.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(params.seed)
+
+    def sample(self, logits: Tensor) -> int:
+        """logits [vocab] -> token id. Order: temperature, top-k, top-p, draw."""
+        params = self.params
+        if params.temperature == 0.0:
+            return int(logits.argmax())
+        # Shifted first: a tiny temperature must not overflow.
+        scaled = ((logits - logits.max()).double() / params.temperature).cpu()
+        ranked, order = scaled.sort(descending=True, stable=True)
+        if params.top_k:
+            ranked = ranked[: params.top_k]
+        shares = torch.softmax(ranked, dim=-1)
+        # A token stays while those before it hold less than top_p; the first always stays.
+        before = shares.cumsum(-1) - shares
+        shares = shares.masked_fill(before >= params.top_p, 0.0)
+        return int(order[torch.multinomial(shares, 1, generator=self.generator)])
