@@ -1,0 +1,35 @@
+"""LLM.score on the shipped nano model against transformers: from a folder to logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from emberbox import LLM
+from tests.oracle.checkpoints import open_reference
+from tests.oracle.harness import difference
+
+NANO = Path(__file__).parents[2] / "models" / "ember-nano"
+TOLERANCE = 5e-4  # measured 2.5e-5
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(NANO, dtype="float32", device="cpu", max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def text(llm):
+    sentence = "The lamp by the window is blue; its code is 4417, and Ada counts: 3, 4, 5, 6, 7. "
+    return llm.format.tokenizer.encode(sentence * 9)[:230]
+
+
+@pytest.mark.parametrize(("chunk", "length"), [(512, 230), (61, 230), (1, 40)])
+def test_scores_agree(llm, text, chunk, length):
+    ids = text[:length]
+    expected = open_reference(NANO)(input_ids=torch.tensor([ids])).logits[0]
+    parts = list(llm.score(ids, chunk=chunk))
+    assert max(len(part) for part in parts) <= chunk
+    assert all(part.dtype == torch.float32 for part in parts)
+    assert difference(torch.cat(parts), expected) <= TOLERANCE
+    assert difference(llm.score_all(ids), expected) <= TOLERANCE
