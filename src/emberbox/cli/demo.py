@@ -1,0 +1,78 @@
+"""`emberbox demo`: serves the shipped nano model and asks it three questions through `openai`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from emberbox.cli.flags import add_engine_flags, settings_from
+from emberbox.errors import CheckpointError
+from emberbox.settings import EngineSettings, LogSettings
+
+NAME = "demo"
+SUMMARY = "serve the nano model, ask it three questions, say whether it was right"
+EXAMPLE = """example:
+  emberbox demo
+  emberbox demo models/ember-nano --json
+
+exit code 0 only when all three answers are right. Needs the package openai."""
+
+SHIPPED = Path("models") / "ember-nano"
+NEXT_STEPS = """where to go next:
+  emberbox serve {folder}
+      keeps it running, for any OpenAI client
+  emberbox doctor
+      this machine, and which implementation each op has on it
+  emberbox serve --help
+      every flag of the server"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this verb."""
+    parser.add_argument(
+        "path", type=Path, nargs="?", metavar="PATH", help=f"default: {SHIPPED} of the repository"
+    )
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, print, judge: 0 when everything was right, else 1."""
+    settings = settings_from(EngineSettings, args)
+    log_settings = settings_from(LogSettings, args)
+    folder = args.path or find_shipped([Path.cwd(), Path(__file__).resolve()])
+    from emberbox import logs
+    from emberbox.cli.demo_run import Answer, ask_all
+
+    logs.set_up(log_settings.level if args.level else "warning")
+    console = Console(highlight=False, quiet=args.json, soft_wrap=True)
+
+    def show(answer: Answer) -> None:
+        verdict = "[green]right[/green]" if answer.is_right else "[red]wrong[/red]"
+        console.print(f"[bold]{answer.name}[/bold]  {verdict}")
+        console.print(f"  question: {answer.question}", markup=False)
+        console.print(f"  answer:   {answer.answer}", markup=False)
+        if not answer.is_right:
+            console.print(f"  expected: {answer.expected}", markup=False)
+        console.print(f"  {answer.speed()}", markup=False)
+
+    console.print(f"loading {folder}", markup=False)
+    answers = ask_all(folder, settings, show)
+    is_right = all(answer.is_right for answer in answers)
+    if args.json:
+        questions = [answer.to_dict() for answer in answers]
+        print(json.dumps({"model": str(folder), "is_right": is_right, "questions": questions}))
+    console.print(NEXT_STEPS.format(folder=folder), markup=False)
+    return 0 if is_right else 1
+
+
+def find_shipped(starts: list[Path]) -> Path:
+    """The nano model beside or above one of `starts`. Raises CheckpointError when there is none."""
+    for start in starts:
+        for folder in (start, *start.parents):
+            if (folder / SHIPPED / "config.json").is_file():
+                return folder / SHIPPED
+    raise CheckpointError(
+        f"{SHIPPED}: not found in {starts[0]} or a folder above it",
+        hint="run it inside the repository, or name the folder: emberbox demo PATH",
+    )

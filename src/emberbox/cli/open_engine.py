@@ -1,0 +1,39 @@
+"""Loads a checkpoint for a verb: settings in, a ready LLM out."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberbox.errors import CheckpointError
+from emberbox.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from emberbox.engine.llm import LLM
+
+# The shortest prompt that runs every part once, so that the first user waits for nothing else.
+WARM_UP_MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def open_llm(folder: Path, settings: EngineSettings) -> "LLM":
+    """The LLM in `folder`, warmed up by one token. Raises CheckpointError, EnvironmentProblem."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: there is no such folder",
+            hint="expected a checkpoint folder with config.json and safetensors files",
+        )
+    import torch
+
+    from emberbox.device import Device
+    from emberbox.engine.llm import LLM
+    from emberbox.engine.request import SamplingParams
+
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    device = Device.detect(settings.device)
+    llm = LLM(folder, dtype=settings.dtype, device=device.torch_name)
+    llm.chat(WARM_UP_MESSAGES, SamplingParams(max_tokens=1))
+    return llm
+
+
+def input_modalities(llm: "LLM") -> tuple[str, ...]:
+    """What the model takes: text, and images when it has a vision tower."""
+    return ("text",) if llm.config.vision is None else ("text", "image")

@@ -1,0 +1,66 @@
+"""`emberbox serve PATH`: an OpenAI-compatible server on one checkpoint."""
+
+import argparse
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+from emberbox.cli.flags import add_engine_flags, settings_from
+from emberbox.settings import EngineSettings, LogSettings, ServeSettings
+
+NAME = "serve"
+SUMMARY = "serve a checkpoint over the OpenAI wire: /v1/models, /v1/chat/completions, /health"
+EXAMPLE = """example:
+  emberbox serve models/ember-nano --port 8000
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+
+A key for clients comes from the variable EMBERBOX_API_KEY, never from a flag.
+With --json one line says when the server is ready: {"event": "ready", "url": ..., "model": ...}"""
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this verb."""
+    parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="default: 8000; 0 takes a free port")
+    parser.add_argument("--model-name", help="name clients use (default: the folder's name)")
+    parser.add_argument(
+        "--keepalive-seconds", type=float, metavar="S", help="silence before a comment (default 10)"
+    )
+    parser.add_argument("--max-body-bytes", type=int, metavar="N", help="default: 64 MiB")
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted; exit code 0 then."""
+    settings = settings_from(ServeSettings, args)
+    engine_settings = settings_from(EngineSettings, args)
+    from emberbox import logs
+    from emberbox.cli.open_engine import input_modalities, open_llm
+    from emberbox.server.app import create_app
+    from emberbox.server.listen import bind, is_loopback, serve, url_of
+    from emberbox.server.worker import EngineWorker
+
+    logs.set_up(settings_from(LogSettings, args).level)
+    # After its own clean-up uvicorn raises the signal again; as an interrupt it ends here.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with bind(settings.host, settings.port) as bound:
+            llm = open_llm(args.path, engine_settings)
+            with EngineWorker(llm, max_waiting=settings.max_waiting) as worker:
+                app = create_app(worker, settings, input_modalities=input_modalities(llm))
+                if not settings.api_key and not is_loopback(bound):
+                    log.warning("anyone who reaches %s may use it: no API key", settings.host)
+                ready = {"event": "ready", "url": url_of(bound), "pid": os.getpid()}
+                ready["model"] = settings.model_name or llm.model_id
+                text = f"serving {ready['model']} at {ready['url']}/v1 (stop with Ctrl-C)"
+                print(json.dumps(ready) if args.json else text, flush=True)
+                serve(app, bound)
+    except KeyboardInterrupt:
+        log.info("stopped")
+    return 0

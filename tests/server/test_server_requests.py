@@ -1,0 +1,298 @@
+"""What a chat request may hold and what is refused, on a live server with a scripted engine."""
+
+import httpx
+import msgspec
+import pytest
+
+from emberbox.server.parse import EFFORTS, REFUSED
+
+HI = [{"role": "user", "content": "hi"}]
+
+# One value per refused field that asks for something.
+ASKING = {
+    "audio": {"voice": "x"},
+    "bad_words": ["x"],
+    "best_of": 2,
+    "continue_final_message": True,
+    "documents": [{"text": "x"}],
+    "echo": True,
+    "frequency_penalty": 0.5,
+    "function_call": {"name": "f"},
+    "functions": [{"name": "f"}],
+    "grammar": "root ::= x",
+    "guided_choice": ["a"],
+    "guided_grammar": "x",
+    "guided_json": {},
+    "guided_regex": "x",
+    "ignore_eos": True,
+    "json_schema": {},
+    "length_penalty": 2,
+    "logit_bias": {"5": 1},
+    "logprobs": True,
+    "min_p": 0.1,
+    "min_tokens": 3,
+    "modalities": ["text", "audio"],
+    "n": 3,
+    "prediction": {"type": "content", "content": "x"},
+    "presence_penalty": -1,
+    "prompt_logprobs": 1,
+    "repetition_penalty": 1.1,
+    "response_format": {"type": "json_object"},
+    "stop_token_ids": [5],
+    "structured_outputs": {},
+    "suffix": "x",
+    "thinking_budget": 5,
+    "tool_choice": "required",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "top_logprobs": 2,
+    "typical_p": 0.5,
+    "use_beam_search": True,
+    "web_search_options": {},
+}
+
+
+def test_every_refused_field_has_a_case():
+    assert set(ASKING) == set(REFUSED)
+
+
+@pytest.mark.parametrize("field", sorted(ASKING))
+def test_a_field_that_would_change_the_answer_is_refused_by_name(scripted, field):
+    response = scripted.post(**{field: ASKING[field]})
+    error = scripted.error(response)
+    assert response.status_code == 400
+    assert (error["code"], error["param"]) == ("unsupported_parameter", field)
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 1),
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("logprobs", False),
+        ("response_format", {"type": "text"}),
+        ("logit_bias", {}),
+        ("presence_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+        ("min_p", 0),
+        ("parallel_tool_calls", True),
+    ],
+)
+def test_a_field_that_asks_for_nothing_is_accepted(scripted, field, value):
+    response = scripted.post(**{field: value})
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"] == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("logprobs", 0), ("tools", ""), ("logit_bias", False), ("min_p", "0")]
+)
+def test_a_value_of_another_type_is_not_taken_for_nothing(scripted, field, value):
+    error = scripted.error(scripted.post(**{field: value}))
+    assert (error["code"], error["param"]) == ("unsupported_parameter", field)
+
+
+@pytest.mark.parametrize("value", [False, 1.5, 0, 2])
+def test_n_other_than_one_is_refused(scripted, value):
+    assert scripted.error(scripted.post(n=value))["code"] == "unsupported_parameter"
+
+
+def test_null_means_absent(scripted):
+    names = [*REFUSED, "stop", "seed", "stream", "stream_options", "temperature", "top_p", "top_k"]
+    names += ["model", "max_tokens", "reasoning_effort", "chat_template_kwargs", "thinking"]
+    response = scripted.post(**dict.fromkeys(names))
+    assert response.status_code == 200
+    assert "x-emberbox-ignored" not in response.headers
+
+
+def test_unknown_fields_are_accepted_and_named_in_a_header(scripted):
+    messages = [{"role": "user", "content": "hi", "name": "bob", "refusal": None}]
+    response = scripted.post(enable_thinkng=False, user="u", messages=messages)
+    assert response.status_code == 200
+    assert response.headers["x-emberbox-ignored"] == "enable_thinkng, messages[].name, user"
+
+
+def test_a_hostile_field_name_cannot_break_the_header(scripted):
+    response = scripted.post(**{"a\r\nset-cookie: x=1": 1, "\u00fc\u4f60": 1, "b" * 9000: 1})
+    assert response.status_code == 200
+    assert "set-cookie" not in response.headers
+    named = response.headers["x-emberbox-ignored"]
+    assert named == "a??set-cookie??x?1, " + "b" * 64 + ", ??"
+    many = scripted.post(**{f"field_{i:03}": 1 for i in range(100)})
+    assert many.headers["x-emberbox-ignored"].endswith("field_015, ...")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [5]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": list("abcde")}, "stop"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": 5}, "stream_options"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"reasoning_effort": 7}, "reasoning_effort"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"thinking": {}}, "thinking.type"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": "false"}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        ({"chat_template_kwargs": {"enable_thinking": 0}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs.colour"),
+        (
+            {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}},
+            "thinking",
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_a_400_that_names_the_field(scripted, fields, param):
+    response = scripted.post(**fields)
+    error = scripted.error(response)
+    assert response.status_code == 400
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_a_missing_field_is_named(scripted):
+    response = scripted.http.post("/v1/chat/completions", json={"model": "scripted"})
+    assert response.status_code == 400
+    assert scripted.error(response)["param"] == "messages"
+
+
+def test_an_unknown_effort_lists_the_known_ones(scripted):
+    message = scripted.error(scripted.post(reasoning_effort="turbo"))["message"]
+    assert all(effort in message for effort in EFFORTS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"messages": [}',
+        b"nope",
+        b'{"a": "\xff\xfe"}',
+        b'{"a": "\\ud800"}',
+        b'{"temperature": NaN}',
+        b"[" * 100_000,
+        b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        b"[1]",
+        b'"hi"',
+        b"5",
+        b"null",
+        b"true",
+        b'{"messages": []} trailing',
+    ],
+    ids=lambda body: repr(body[:18]),
+)
+def test_a_body_that_is_no_json_object_is_a_clear_400(scripted, body):
+    response = scripted.http.post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert scripted.error(response)["code"] == "invalid_json"
+
+
+def test_deep_nesting_inside_a_message_is_a_400(scripted):
+    deep = b'{"messages":[{"role":"user","content":"x","a":' + b"[" * 9_000 + b"]" * 9_000 + b"}]}"
+    response = scripted.http.post(
+        "/v1/chat/completions", content=deep, headers={"content-type": "application/json"}
+    )
+    assert response.status_code in (200, 400)
+    if response.status_code == 400:
+        assert scripted.error(response)["code"] == "invalid_json"
+
+
+def test_another_content_type_is_a_400_that_says_so(scripted):
+    response = scripted.http.post("/v1/chat/completions", data={"a": "b"})
+    assert response.status_code == 400
+    assert "application/json" in scripted.error(response)["message"]
+
+
+def test_a_content_type_with_a_charset_is_accepted(scripted):
+    response = scripted.http.post(
+        "/v1/chat/completions",
+        content=msgspec.json.encode({"messages": HI}),
+        headers={"content-type": "Application/JSON; charset=utf-8"},
+    )
+    assert response.status_code == 200
+
+
+def test_a_body_beyond_the_limit_is_a_413(scripted):
+    messages = [{"role": "user", "content": "x" * 1_000_000}]
+    response = scripted.post(messages=messages)
+    assert response.status_code == 413
+    assert scripted.error(response)["code"] == "body_too_large"
+
+
+def test_a_body_without_a_length_is_cut_off_at_the_limit(scripted):
+    def endless():
+        for _ in range(300):
+            yield b" " * 10_000
+
+    try:
+        response = scripted.http.post(
+            "/v1/chat/completions", content=endless(), headers={"content-type": "application/json"}
+        )
+    except (httpx.WriteError, httpx.ReadError):
+        return  # the server had answered and closed while we still wrote
+    assert response.status_code == 413
+
+
+def test_an_unknown_model_is_a_404_that_names_the_served_one(scripted):
+    response = scripted.post(model="gpt-4o")
+    error = scripted.error(response)
+    assert response.status_code == 404
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "scripted" in error["message"]
+
+
+def test_unknown_paths_and_methods_answer_in_the_same_shape(scripted):
+    missing = scripted.http.get("/v1/nothing")
+    assert (missing.status_code, scripted.error(missing)["code"]) == (404, "not_found")
+    wrong = scripted.http.get("/v1/chat/completions")
+    assert (wrong.status_code, scripted.error(wrong)["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_models_tell_the_context_length_and_what_goes_in(scripted):
+    listed = scripted.http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert (card["id"], card["object"], card["owned_by"]) == ("scripted", "model", "emberbox")
+    assert card["max_model_len"] == card["context_length"] == 100
+    assert card["input_modalities"] == ["text", "image"]
+    assert scripted.http.get("/v1/models/scripted").json() == card
+    assert scripted.http.get("/v1/models/other").status_code == 404
