@@ -65,3 +65,14 @@ def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(errors.HeaderError, match="not a regular file"):
         read_header(tmp_path / "pipe.safetensors")
+
+
+def test_every_tensor_that_stands_twice_is_named(tmp_path):
+    folder = tmp_path / "checkpoint"
+    honest_folder(folder)
+    (folder / "mtp").mkdir()
+    (folder / "mtp" / "m.safetensors").write_bytes((folder / "s1.safetensors").read_bytes())
+    with pytest.raises(errors.DuplicateName) as caught:
+        open_checkpoint(folder)
+    assert "'a' is in" in str(caught.value)
+    assert "'b' is in" in str(caught.value)

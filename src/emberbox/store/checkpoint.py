@@ -69,19 +69,20 @@ class Checkpoint:
         _read_exactly(info, view)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Read config.json, the index and every header under `folder`, and check them together.
 
     Raises ConfigError, the IndexProblem family, the HeaderError family, or CheckpointError if
     there is no such folder.
     """
+    folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder", hint="give the folder of config.json")
     config = _read_config(folder / CONFIG_NAME)
     tensors = _read_folder(folder)
     mtp_folder, mtp_config = folder / MTP_FOLDER, None
     if mtp_folder.is_dir():
-        _merge(tensors, _read_folder(mtp_folder))
+        tensors = _merge([tensors, _read_folder(mtp_folder)])
         if (mtp_folder / CONFIG_NAME).exists():
             mtp_config = _read_config(mtp_folder / CONFIG_NAME)
     return Checkpoint(folder, config, MappingProxyType(tensors), mtp_config)
@@ -141,7 +142,7 @@ def _read_folder(folder: Path) -> dict[str, TensorInfo]:
         raise IndexProblem(f"{folder}: no safetensors file", hint="fetch the weights")
     if len(on_disk) > 1:
         raise IndexProblem(
-            f"{folder}: {len(on_disk)} safetensors files ({_few(on_disk)}) and no {INDEX_NAME}",
+            f"{folder}: {len(on_disk)} safetensors files ({_listed(on_disk)}) and no {INDEX_NAME}",
             hint=_INCOMPLETE,
         )
     if _SHARD_PATTERN.fullmatch(on_disk[0]):
@@ -184,31 +185,33 @@ def _check_shards(folder: Path, listed: set[str], on_disk: set[str]) -> None:
     if missing:
         raise MissingShard(
             f"{folder}: the index lists {len(listed)} files, {len(missing)} are not there: "
-            f"{_few(missing)}",
+            f"{_listed(missing)}",
             hint=_INCOMPLETE,
         )
     if stray:
         raise IndexProblem(
-            f"{folder}: {len(stray)} safetensors files are not in {INDEX_NAME}: {_few(stray)}",
+            f"{folder}: {len(stray)} safetensors files are not in {INDEX_NAME}: {_listed(stray)}",
             hint="move them away, or complete the index",
         )
 
 
 def _read_files(folder: Path, names: Iterable[str]) -> dict[str, TensorInfo]:
+    return _merge(read_header(folder / name) for name in names)
+
+
+def _merge(groups: Iterable[Mapping[str, TensorInfo]]) -> dict[str, TensorInfo]:
+    """All tensors of all groups. Raises DuplicateName naming every tensor that is in two."""
     tensors: dict[str, TensorInfo] = {}
-    for name in names:
-        _merge(tensors, read_header(folder / name))
+    twice: list[str] = []
+    for group in groups:
+        for name, info in group.items():
+            if name in tensors:
+                twice.append(f"tensor {name!r} is in {tensors[name].file} and in {info.file}")
+            else:
+                tensors[name] = info
+    if twice:
+        raise DuplicateName("; ".join(twice), hint=_INCOMPLETE)
     return tensors
-
-
-def _merge(tensors: dict[str, TensorInfo], more: Mapping[str, TensorInfo]) -> None:
-    for name, info in more.items():
-        if name in tensors:
-            raise DuplicateName(
-                f"tensor {name!r} is in {tensors[name].file} and in {info.file}",
-                hint=_INCOMPLETE,
-            )
-        tensors[name] = info
 
 
 def _check_places(
@@ -221,7 +224,7 @@ def _check_places(
     ]
     if misplaced:
         raise MisplacedTensor(
-            f"{index}: {len(misplaced)} tensors are not where it says: {_few(misplaced)}",
+            f"{index}: {len(misplaced)} tensors are not where it says: {_listed(misplaced)}",
             hint=_INCOMPLETE,
         )
     unlisted = [
@@ -229,7 +232,7 @@ def _check_places(
     ]
     if unlisted:
         raise IndexProblem(
-            f"{index}: does not list {len(unlisted)} tensors: {_few(unlisted)}", hint=_INCOMPLETE
+            f"{index}: does not list {len(unlisted)} tensors: {_listed(unlisted)}", hint=_INCOMPLETE
         )
 
 
@@ -237,5 +240,6 @@ def _place(name: str, tensors: Mapping[str, TensorInfo]) -> str:
     return tensors[name].file.name if name in tensors else "no file"
 
 
-def _few(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+def _listed(items: list[str]) -> str:
+    """All of them: a refusal names every fault, a long one costs a line each."""
+    return ", ".join(items) if len(items) <= 5 else "".join(f"\n  - {item}" for item in items)
