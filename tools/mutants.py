@@ -128,7 +128,8 @@ class Job:
 
     def __init__(self, mutant: Mutant | None, tests: Sequence[str], *, fast: bool) -> None:
         self.mutant = mutant
-        self.folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+        self.keeper = tempfile.TemporaryDirectory(prefix="mutant-")
+        self.folder = Path(self.keeper.name)
         copy_tree(self.folder)
         self.started = time.monotonic()
         self.found = mutant is None or mutant.apply(self.folder)
@@ -140,7 +141,7 @@ class Job:
                 run_pytest(self.folder, tests, fast=fast)
             except BaseException:
                 traceback.print_exc()
-            finally:
+            finally:  # nothing of the parent's may run in the child
                 sys.stderr.flush()
                 os._exit(0)
 
@@ -173,7 +174,7 @@ class Job:
         if outcome.trouble and self.found:
             log = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
             print("\n".join(log.splitlines()[-30:]), file=sys.stderr)
-        shutil.rmtree(self.folder)
+        self.keeper.cleanup()
         return outcome
 
 

@@ -5,7 +5,8 @@ import torch
 
 from emberbox.engine.llm import LLM
 from emberbox.engine.request import FinishReason, Prompt, SamplingParams
-from emberbox.errors import ContextLengthError, RequestError, SettingsError
+from emberbox.errors import CheckpointError, ContextLengthError, RequestError, SettingsError
+from emberbox.store.checkpoint import INDEX_NAME
 from tests.helpers.nano import NANO, nano_llm
 
 QUESTION = [{"role": "user", "content": 'List the numbers 3 to 9 as JSON {"numbers":[...]}.'}]
@@ -87,6 +88,39 @@ def test_generate_equals_greedy_by_score():
     ids = [*prompt.token_ids, *done.token_ids]
     best = nano_llm().score_all(ids).argmax(-1).tolist()
     assert best[len(prompt.token_ids) - 1 : -1] == list(done.token_ids)
+
+
+def test_score_does_not_switch_gradients_off_for_its_caller():
+    parts = nano_llm().score(list(range(100, 120)), chunk=8)
+    next(parts)
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_a_prompt_that_lost_its_cache_to_another_is_refused_not_mixed_up():
+    llm = nano_llm()
+    first, second = llm.score([5] * 60, chunk=50), llm.score([7] * 60, chunk=50)
+    next(first)
+    kept = [next(second)]
+    with pytest.raises(RequestError, match="another prompt took the cache"):
+        next(first)
+    kept.append(next(second))
+    assert torch.equal(torch.cat(kept), torch.cat(list(llm.score([7] * 60, chunk=50))))
+    stream = llm.stream(llm.prepare_chat(QUESTION), SamplingParams())
+    next(stream)
+    llm.chat(QUESTION)
+    with pytest.raises(RequestError, match="another prompt took the cache"):
+        list(stream)
+
+
+def test_a_folder_without_a_tokenizer_can_be_scored(tmp_path):
+    for file in [*NANO.glob("*.safetensors"), NANO / "config.json", NANO / INDEX_NAME]:
+        (tmp_path / file.name).symlink_to(file)
+    llm = LLM(tmp_path, dtype="float32", device="cpu", max_model_len=64)
+    ids = list(range(100, 120))
+    assert torch.equal(llm.score_all(ids), nano_llm().score_all(ids))
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        llm.chat(QUESTION)
 
 
 def test_too_long_is_refused_with_both_numbers():

@@ -3,8 +3,6 @@
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from emberbox.engine.llm import LLM
 from emberbox.model.cache import Cache, CacheSize
 from emberbox.model.network import Network
@@ -24,5 +22,4 @@ def nano_network() -> Network:
 
 def nano_cache(*, num_pages: int, num_slots: int) -> Cache:
     size = CacheSize(num_pages=num_pages, num_slots=num_slots)
-    text = nano_llm().config.text
-    return Cache.for_trunk(text, size, dtype=torch.float32, device=torch.device("cpu"))
+    return nano_network().new_cache(size)

@@ -5,6 +5,7 @@ import torch
 
 from emberbox.errors import OpError
 from emberbox.model.batch import Batch, SequenceRows, Span
+from emberbox.ops.numerics import relative_error
 from tests.helpers.nano import nano_cache, nano_network
 
 CPU = torch.device("cpu")
@@ -115,3 +116,17 @@ def test_cache_says_how_much_it_took():
     small, large = nano_cache(num_pages=4, num_slots=2), nano_cache(num_pages=8, num_slots=2)
     # two sparse layers: 4 pages x 64 rows x 128 latents and 16 pooled keys of 128, float32
     assert large.num_bytes - small.num_bytes == 2 * 4 * (64 * 128 + 16 * 128) * 4
+
+
+def test_the_indexer_projects_wide_whatever_the_activation_type():
+    indexer = nano_network().layers[3].attention.indexer
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    keys, gates = indexer.keys(x)
+    queries, weights = indexer.queries(x, x)
+    for found, wanted in (
+        (keys, indexer.k_norm(x.double() @ indexer.wk.weight.double().T)),
+        (gates, x.double() @ indexer.gate.weight.double().T),
+        (queries.flatten(1), x.double() @ indexer.wq_b.weight.double().T),
+        (weights, x.double() @ indexer.weights_proj.weight.double().T * 16**-0.5),
+    ):
+        assert relative_error(found, wanted) < 1e-6

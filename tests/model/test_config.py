@@ -136,6 +136,8 @@ def test_missing_unknown_and_mistyped_keys_come_in_one_error():
     config["text_config"]["index_kpools"] = 4
     config["vision_config"]["depths"] = 24
     del config["vision_config"]["depth"]
+    config["text_config"]["linear_attn_config"]["num_head"] = 64
+    config["vision_config"]["rope_parameters"] = {"theta": 1.0}
     config["speculators"] = {}
     del config["image_token_id"]
     assert sorted(problems(config)) == [
@@ -144,8 +146,10 @@ def test_missing_unknown_and_mistyped_keys_come_in_one_error():
         "text_config.hidden_size is '4096', expected an integer of at least 1",
         "text_config.index_kpool is missing",
         "text_config.index_kpools is unknown",
+        "text_config.linear_attn_config.num_head is unknown",
         "vision_config.depth is missing",
         "vision_config.depths is unknown",
+        "vision_config.rope_parameters.theta is unknown",
     ]
 
 
@@ -193,6 +197,7 @@ def test_what_the_network_does_not_compute_is_refused_by_name(path, value):
         ("text_config.hidden_size", True),
         ("text_config.hidden_size", 4096.0),
         ("text_config.rms_norm_eps", float("nan")),
+        ("text_config.rms_norm_eps", float("inf")),
         ("text_config.rms_norm_eps", 0),
         ("text_config.linear_attn_config.gate_lower_bound", None),
         ("text_config.linear_attn_config.gate_lower_bound", 5.0),
@@ -200,6 +205,7 @@ def test_what_the_network_does_not_compute_is_refused_by_name(path, value):
         ("text_config.eos_token_id", []),
         ("text_config.eos_token_id", [154820, "user"]),
         ("text_config.eos_token_id", -1),
+        ("text_config.eos_token_id", True),
         ("text_config.layer_types", "linear_attention"),
         ("text_config.linear_attn_config", [1]),
         ("text_config.index_share_for_mtp_iteration", "yes"),
@@ -295,6 +301,11 @@ def test_dense_layers_come_from_either_field_and_both_must_agree():
             "text_config.index_kpool",
             5,
             "text_config.index_topk is 2048, no multiple of index_kpool, 5",
+        ),
+        (
+            "text_config.index_kpool",
+            128,
+            "text_config.index_kpool is 128; it must divide a page of 64 tokens",
         ),
         (
             "text_config.num_nextn_predict_layers",
@@ -407,6 +418,11 @@ def test_mtp_folder_may_differ_in_nothing_that_shapes_the_layer():
         "mtp.text_config.q_lora_rank is 1024, text_config.q_lora_rank is 1536",
         "mtp.text_config.swiglu_limit is 7.0, text_config.swiglu_limit is 10.0",
     ]
+
+
+def test_vision_rope_base_is_read_where_it_is_given():
+    rope = {"rope_type": "axial", "rope_theta": 500.0}
+    assert parse(edited("vision_config.rope_parameters", rope)).vision.rope_theta == 500.0
 
 
 def test_vision_block_epsilon_is_an_option():

@@ -439,6 +439,31 @@ def test_gradients_reach_the_tensors_of_a_dictionary():
     assert loaded[MAIN] is leaves[MAIN]
 
 
+def test_shared_expert_is_as_wide_as_the_shared_experts_together():
+    config = replace(CONFIG, text=replace(CONFIG.text, n_shared_experts=2))
+    shapes = {p.name: p.shape for p in parameter_table(config)}
+    assert shapes[SPARSE + "mlp.shared_experts.up_proj.weight"] == (48, 40)
+    assert shapes[SPARSE + "mlp.shared_experts.down_proj.weight"] == (40, 48)
+    assert shapes[MAIN] == (24, 40)
+
+
+def test_files_are_read_from_front_to_back(tmp_path):
+    checkpoint = open_checkpoint(write_folder(tmp_path, tiny_config(), TENSORS))
+    read = []
+
+    class Recorded:
+        def read_into(self, info, buffer):
+            read.append(info)
+            checkpoint.read_into(info, buffer)
+
+    assignment = assign(CONFIG, checkpoint.tensors)
+    load_parameters(Recorded(), assignment, device="cpu", dtype=torch.bfloat16)
+    joined = [info for info in read if "_conv1d" in info.name]  # stored apart, needed together
+    assert [info.start for info in read if info not in joined] == sorted(
+        info.start for info in read if info not in joined
+    )
+
+
 def test_progress_counts_every_byte(tmp_path):
     checkpoint = open_checkpoint(write_folder(tmp_path, tiny_config(), TENSORS))
     sizes = []
@@ -523,6 +548,40 @@ def test_hundreds_of_like_reasons_are_printed_as_one_line_each():
         in text
     )
     assert len(text.splitlines()) < 12
+
+
+def test_a_long_refusal_is_cut_in_print_and_whole_in_reasons():
+    names = [f"stray_{letter}" for letter in map(str, range(100))]
+    found = LoadRefused("here", [f"{name}: unknown" for name in names], hint="look")
+    assert len(found.reasons) == 100
+    assert "stray_59: unknown" in str(found)
+    assert "stray_60: unknown" not in str(found)
+    assert str(found).endswith("  - and 40 more lines (see .reasons)\nhint: look")
+
+
+@pytest.mark.parametrize("number", ["01", "1" * 6000])
+def test_strange_numbers_in_names_are_printed_as_they_are(number):
+    reason = f"layers.{number}.x: unknown"
+    assert reason[:300] in str(LoadRefused("here", [reason]))
+
+
+@given(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1))
+def test_gathered_lines_stand_for_exactly_the_reasons(pairs):
+    text = str(LoadRefused("here", [f"a.{i}.b.{j}: missing" for i, j in sorted(pairs)]))
+    said = set()
+    for line in text.splitlines()[1:]:
+        left, right = line.removeprefix("  - a.").split(": ")[0].split(".b.")
+        new = {(i, j) for i in expanded(left) for j in expanded(right)}
+        assert not said & new
+        said |= new
+    assert said == pairs
+
+
+def expanded(text):
+    """The numbers of "3" or "{0..2,7}"."""
+    for run in text.strip("{}").split(","):
+        first, _, last = run.partition("..")
+        yield from range(int(first), int(last or first) + 1)
 
 
 # -- files of others -----------------------------------------------------------------------------

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from emberbox.ops import kda_chunk, kda_verify, mla_attention
 from emberbox.ops.hyper_mix.reference import sinkhorn
-from emberbox.ops.index_select import index_scores, index_select
+from emberbox.ops.index_scores.reference import index_scores
+from emberbox.ops.index_select.reference import index_select
+from emberbox.ops.kda_commit.reference import kda_commit
 from emberbox.ops.numerics import relative_error
 from emberbox.ops.route_topk.reference import route_topk
 
@@ -34,11 +36,9 @@ def test_commit_after_verify_equals_the_recurrence(seed, T, accepted):
     x = kda_chunk.make_inputs(T, 2, 8, dtype=torch.float32, seed=seed)
     accepted = min(accepted, T)
     before = x["state"].clone()
-    out, deltas = kda_verify.kda_verify(**x)
+    out, deltas = kda_verify.OP.reference(**x)
     assert torch.equal(x["state"], before)
-    state = kda_verify.kda_commit(
-        x["k"][:accepted], deltas[:accepted], x["gate"][:accepted], before
-    )
+    state = kda_commit(x["k"][:accepted], deltas[:accepted], x["gate"][:accepted], before)
     piece = {k: v[:accepted] for k, v in x.items() if k != "state"}
     wanted_out, wanted_state = kda_chunk.OP.reference(**piece, state=before)
     assert torch.equal(out[:accepted], wanted_out)

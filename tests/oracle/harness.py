@@ -135,7 +135,7 @@ class Sequences:
         self.network = network
         pages = -(-max_tokens // PAGE_TOKENS)
         size = CacheSize(num_pages=num_slots * pages, num_slots=num_slots)
-        self.cache = Cache.for_trunk(network.config.text, size, dtype=torch.float32, device=CPU)
+        self.cache = network.new_cache(size)
         for tensor in tensors(self.cache):
             tensor.fill_(float("nan"))
         free = range(size.num_pages - 1, -1, -1)

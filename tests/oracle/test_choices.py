@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from emberbox.ops.index_select.reference import index_scores, index_select
+from emberbox.ops.index_scores.reference import index_scores
+from emberbox.ops.index_select.reference import index_select
 from emberbox.ops.route_topk.reference import route_topk
 from emberbox.ops.table import OpTable
 from tests.oracle import checkpoints

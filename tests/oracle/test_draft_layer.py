@@ -7,7 +7,7 @@ import torch
 
 from emberbox.errors import OpError
 from emberbox.model.batch import Batch, SequenceRows, Span
-from emberbox.model.cache import Cache, CacheSize
+from emberbox.model.cache import CacheSize
 from tests.oracle.checkpoints import MtpReference
 from tests.oracle.harness import CPU, difference, margins
 
@@ -52,9 +52,8 @@ class Drafter:
 
     def __init__(self, network, chain):
         self.network, (self.ids, self.hidden, _, _) = network, chain
-        config = network.config.text
         size = CacheSize(num_pages=len(PAGES), num_slots=1)
-        self.cache = Cache.for_draft(config, size, dtype=torch.float32, device=CPU)
+        self.cache = network.new_draft_cache(size)
         for tensor in (self.cache.latents, self.cache.pooled, self.cache.ring_keys):
             tensor.fill_(float("nan"))
 

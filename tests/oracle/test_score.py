@@ -1,4 +1,4 @@
-"""LLM.score on the shipped nano model against transformers: from a folder to logits."""
+"""LLM.score against transformers, from a folder to logits: the nano model and random ones."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from emberbox import LLM
-from tests.oracle.checkpoints import open_reference
-from tests.oracle.harness import difference
+from tests.oracle.checkpoints import open_reference, write_checkpoint
+from tests.oracle.harness import TOLERANCE as RANDOM_TOLERANCE
+from tests.oracle.harness import Oracle, difference
 
 NANO = Path(__file__).parents[2] / "models" / "ember-nano"
 TOLERANCE = 5e-4  # measured 2.5e-5
@@ -33,3 +34,13 @@ def test_scores_agree(llm, text, chunk, length):
     assert all(part.dtype == torch.float32 for part in parts)
     assert difference(torch.cat(parts), expected) <= TOLERANCE
     assert difference(llm.score_all(ids), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("weights", RANDOM_TOLERANCE)
+def test_scores_agree_on_folders_that_transformers_wrote(weights, seed, tmp_path):
+    write_checkpoint(tmp_path, weights, seed=seed)
+    oracle = Oracle(weights, tmp_path)
+    ids = oracle.token_ids(139, seed)
+    scorer = LLM(tmp_path, dtype="float32", device="cpu", max_model_len=192)
+    oracle.check(torch.cat(list(scorer.score(ids.tolist(), chunk=37))), ids)

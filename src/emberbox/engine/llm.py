@@ -6,6 +6,7 @@ print(llm.chat([{"role": "user", "content": "Count from 3 to 9."}]).text)
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,9 +23,9 @@ from emberbox.model.config import Glm5NextConfig
 from emberbox.model.network import Network
 from emberbox.model.weights import assign, load_parameters
 from emberbox.ops.table import bind_all
+from emberbox.settings import DTYPES
 from emberbox.store.checkpoint import open_checkpoint
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCORE_CHUNK = 512
 
 
@@ -50,13 +51,18 @@ class LLM:
         checkpoint = open_checkpoint(folder)
         self.config = Glm5NextConfig.from_dict(checkpoint.config, checkpoint.mtp_config)
         self.max_model_len = _context(max_model_len, self.config.text.max_position_embeddings)
-        self.format = ChatFormat.open(folder)
+        self.folder = folder
         assignment = assign(self.config, checkpoint.tensors)
         params = load_parameters(checkpoint, assignment, device=self.device, dtype=self.dtype)
         self.ops = bind_all(self.device, found.capability or (0, 0))
         self.network = Network(self.config, params, self.ops)
         self.loop = EngineLoop(self.network, max_model_len=self.max_model_len)
         self.model_id = folder.resolve().name
+
+    @cached_property
+    def format(self) -> ChatFormat:
+        """Tokenizer, template, pictures; read when text is first needed. Raises CheckpointError."""
+        return ChatFormat.open(self.folder)
 
     def prepare(self, prompt: str | Sequence[int]) -> Prompt:
         """Text (its special-token strings are special) or token ids -> Prompt."""
@@ -145,11 +151,12 @@ class LLM:
         events = list(self.stream(prompt, params))
         return Completion(
             text="".join(event.text for event in events),
-            token_ids=tuple(event.token_id for event in events if event.token_id >= 0),
+            token_ids=tuple(e.token_id for e in events if e.token_id is not None),
             finish=events[-1].finish or FinishReason.STOP,
             num_prompt_tokens=len(prompt.token_ids),
         )
 
+    @torch.inference_mode()
     def score(self, token_ids: Sequence[int], *, chunk: int = SCORE_CHUNK) -> Iterator[Tensor]:
         """Logits of each position, float32 [n, vocab], n <= chunk at a time.
 
@@ -164,9 +171,8 @@ class LLM:
                 f"{len(prompt.token_ids)} tokens, the context holds {self.max_model_len}"
             )
         self.loop.check_tokens(prompt)
-        with torch.inference_mode():
-            for hidden in self.loop.hidden(prompt, chunk):
-                yield self.network.logits(hidden)
+        for hidden in self.loop.hidden(prompt, chunk):
+            yield self.network.logits(hidden)
 
     def score_all(self, token_ids: Sequence[int]) -> Tensor:
         """All of score() in one float32 tensor [T, vocab], for small inputs."""
@@ -174,11 +180,11 @@ class LLM:
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name not in DTYPES:
+        raise SettingsError(f"dtype is {name!r}; one of {', '.join(DTYPES)}")
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in DTYPES:
-        raise SettingsError(f"dtype is {name!r}; one of auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return torch.float32 if name == "float32" else torch.bfloat16
 
 
 def _context(wanted: int | None, most: int) -> int:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from emberbox.chat.detokenizer import Detokenizer
-from emberbox.engine.reply import Reply
 from emberbox.engine.request import FinishReason, Prompt, SamplingParams, TokenEvent
 from emberbox.engine.sampler import Sampler
+from emberbox.engine.token_reader import TokenReader
 from emberbox.errors import ContextLengthError, RequestError
 from emberbox.model.batch import Batch, SequenceRows
-from emberbox.model.cache import PAGE_TOKENS, Cache, CacheSize
+from emberbox.model.cache import CacheSize
+from emberbox.model.config import PAGE_TOKENS
 from emberbox.model.network import Network
 
-ABORTED = -1  # token id of an event that carries no token
 PREFILL_CHUNK = 512  # rows per forward pass; an abort waits for one of them at most
 
 
@@ -26,10 +26,11 @@ class EngineLoop:
 
     def __init__(self, network: Network, *, max_model_len: int) -> None:
         self.network, self.max_model_len = network, max_model_len
-        self.device, dtype = network.embedding.device, network.embedding.dtype
+        self.device = network.embedding.device
         self.pages = tuple(range(-(-max_model_len // PAGE_TOKENS)))
         size = CacheSize(num_pages=len(self.pages), num_slots=1)
-        self.cache = Cache.for_trunk(network.config.text, size, dtype=dtype, device=self.device)
+        self.cache = network.new_cache(size)
+        self._turn = object()
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """The number of tokens the reply may have. Raises RequestError before any work."""
@@ -58,15 +59,9 @@ class EngineLoop:
                     param="prompt",
                 )
 
-    @torch.inference_mode()
     def hidden(self, prompt: Prompt, chunk: int = PREFILL_CHUNK) -> Iterator[Tensor]:
         """Prefill: hidden states [n, hidden] of successive chunks of the prompt."""
-        features = self._image_features(prompt)
-        for start in range(0, len(prompt.token_ids), chunk):
-            ids = prompt.token_ids[start : start + chunk]
-            here = {i - start: f for i, f in features.items() if start <= i < start + len(ids)}
-            rows = SequenceRows(ids, start, 0, self.pages, features=here)
-            yield self.network.forward(Batch.of([rows], self.device), self.cache)
+        return self._prefill(self._begin(), prompt, chunk)
 
     def run(
         self,
@@ -77,34 +72,52 @@ class EngineLoop:
     ) -> Iterator[TokenEvent]:
         """Events of one reply; the last one carries a finish reason.
 
-        `should_abort` is asked after each forward pass.
+        `should_abort` is asked after each forward pass. Raises RequestError when another prompt
+        began before this one's end.
         """
-        budget = self.check(prompt, params)
-        eos = () if params.ignore_eos else self.network.config.text.eos_token_ids
-        reply = Reply(params, detokenizer, eos, budget)
-        hidden = self._prefill(prompt, should_abort)
-        position = len(prompt.token_ids)
+        reader = TokenReader(params, detokenizer, self._eos(params), self.check(prompt, params))
+        turn, position = self._begin(), len(prompt.token_ids)
+        hidden = None
+        for chunk in self._prefill(turn, prompt, PREFILL_CHUNK):
+            hidden = chunk
+            if should_abort():
+                yield TokenEvent(None, "", FinishReason.ABORT)
+                return
         while hidden is not None:
-            event = reply.accept(self._sample(reply.sampler, hidden))
+            token = self._sample(reader.sampler, hidden)
+            event = reader.accept(token)
             yield event
             if event.finish is not None:
                 return
-            hidden = None if should_abort() else self._decode(event.token_id, position)
-            position += 1
-        yield TokenEvent(ABORTED, "", FinishReason.ABORT)
-
-    def _prefill(self, prompt: Prompt, should_abort: Callable[[], bool]) -> Tensor | None:
-        """The last chunk's hidden states; None when told to stop."""
-        last = None
-        for hidden in self.hidden(prompt):
             if should_abort():
-                return None
-            last = hidden
-        return last
+                yield TokenEvent(None, "", FinishReason.ABORT)
+                return
+            hidden = self._forward(turn, SequenceRows((token,), position, 0, self.pages))
+            position += 1
+
+    def _eos(self, params: SamplingParams) -> tuple[int, ...]:
+        return () if params.ignore_eos else self.network.config.text.eos_token_ids
+
+    def _begin(self) -> object:
+        """A new turn: the cache is this prompt's from now on, and no longer any other's."""
+        self._turn = object()
+        return self._turn
 
     @torch.inference_mode()
-    def _decode(self, token: int, position: int) -> Tensor:
-        rows = SequenceRows((token,), position, 0, self.pages)
+    def _prefill(self, turn: object, prompt: Prompt, chunk: int) -> Iterator[Tensor]:
+        features = self._image_features(prompt)
+        for start in range(0, len(prompt.token_ids), chunk):
+            ids = prompt.token_ids[start : start + chunk]
+            here = {i - start: f for i, f in features.items() if start <= i < start + len(ids)}
+            yield self._forward(turn, SequenceRows(ids, start, 0, self.pages, features=here))
+
+    @torch.inference_mode()
+    def _forward(self, turn: object, rows: SequenceRows) -> Tensor:
+        if self._turn is not turn:
+            raise RequestError(
+                "another prompt took the cache before this one's end",
+                hint="read one stream or score to its end before the next begins",
+            )
         return self.network.forward(Batch.of([rows], self.device), self.cache)
 
     @torch.inference_mode()

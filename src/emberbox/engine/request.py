@@ -62,9 +62,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token and the text that became certain with it."""
+    """One generated token and the text that became certain with it.
 
-    token_id: int
+    `token_id` is None only in the last event of an aborted reply.
+    """
+
+    token_id: int | None
     text: str
     finish: FinishReason | None = None
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from emberbox.model.batch import Span
-from emberbox.model.cache import Cache, SparsePast, SparseTokens
+from emberbox.model.cache import Cache, SparsePast, SparseTokens, pool_complete
 from emberbox.model.config import TextConfig
 from emberbox.model.layers import LayerNorm, Linear, Parameters, RMSNorm, plain, split_last
 from emberbox.ops.table import OpTable
@@ -32,15 +32,16 @@ class Indexer:
 
     def keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> keys, pooling gates [T, D], float32 or wider."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return self.k_norm(self.wk(x)), self.gate(x).to(wide)
+        # Projected wide: a rounded product can turn a near-tie (architecture.md 10 item 10).
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.k_norm(self.wk(x)), self.gate(x)
 
     def queries(self, x: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden], q_latent [T, R] -> queries [T, Hi, D], head weights [T, Hi] float32."""
-        config = self.config
-        q = split_last(self.wq_b(q_latent), config.index_n_heads, config.index_head_dim)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return q, self.weights_proj(x).to(wide) * config.index_n_heads**-0.5
+        config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
+        q = self.wq_b(q_latent.to(wide))
+        weights = self.weights_proj(x.to(wide)) * config.index_n_heads**-0.5
+        return split_last(q, config.index_n_heads, config.index_head_dim), weights
 
     def select(
         self, queries: Tensor, weights: Tensor, past: SparsePast, new: SparseTokens
@@ -49,12 +50,7 @@ class Indexer:
         pool = self.config.index_kpool
         start, n = past.latents.shape[0], queries.shape[0]
         keys, gates = torch.cat([past.keys, new.keys]), torch.cat([past.gates, new.gates])
-        done = keys.shape[0] // pool
-        fresh = self.ops.index_pool(
-            keys[: done * pool].reshape(done, pool, keys.shape[-1]),
-            gates[: done * pool].reshape(done, pool, keys.shape[-1]),
-            self.ape,
-        )
+        fresh = pool_complete(self.ops, keys, gates, self.ape)
         # Rounded as the cache rounds them, so that a choice does not depend on where a chunk ended.
         pooled = torch.cat([past.pooled, fresh.to(past.pooled.dtype)])
         scores = self.ops.index_scores(queries, pooled, weights)

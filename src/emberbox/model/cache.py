@@ -1,9 +1,8 @@
 """Everything a sequence leaves behind on the device: pages of latent rows, slots of KDA state.
 
 The layout belongs to the network. Latent rows and pooled indexer keys lie in pages of 64 tokens
-that
-an engine hands out; KDA state, three convolution inputs and the keys of the unfinished pool lie in
-slots, one per running sequence. All is allocated at construction and nothing grows.
+that an engine hands out; KDA state, three convolution inputs and the keys of the unfinished pool
+lie in slots, one per running sequence. All is allocated at construction and nothing grows.
 
 Tokens under verification change nothing here: their factors wait in `_pending` until `commit` says
 how many were accepted. Knows no requests and no scheduling.
@@ -17,11 +16,8 @@ from torch import Tensor
 
 from emberbox.errors import OpError
 from emberbox.model.batch import Span
-from emberbox.model.config import TextConfig
-from emberbox.ops.index_pool.reference import index_pool
-from emberbox.ops.kda_verify.reference import kda_commit
-
-PAGE_TOKENS = 64
+from emberbox.model.config import PAGE_TOKENS, TextConfig
+from emberbox.ops.table import OpTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +69,15 @@ class SparseTokens:
 class Cache:
     """Pages and slots of the layers given. Shapes are in the attributes' comments.
 
-    A cache of the MTP layer alone is `Cache(config, size, num_kda=0, num_sparse=1, ...)`; it shares
-    page numbers with the trunk's.
+    `layers` counts (KDA, sparse) layers: Network.new_cache and new_draft_cache know them. Both
+    caches may use the same page numbers.
     """
 
     def __init__(
         self,
         config: TextConfig,
         size: CacheSize,
+        ops: OpTable,
         *,
         layers: tuple[int, int],
         dtype: torch.dtype,
@@ -90,7 +87,7 @@ class Cache:
         H, D, C = config.kda_heads, config.kda_head_dim, 3 * config.kda_heads * config.kda_head_dim
         Di, pool = config.index_head_dim, config.index_kpool
         pages, slots = size.num_pages, size.num_slots
-        self.pool = pool
+        self.pool, self.ops = pool, ops
 
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -103,22 +100,6 @@ class Cache:
         self.ring_keys = zeros(num_sparse, slots, pool - 1, Di, dtype=wide)
         self.ring_gates = zeros(num_sparse, slots, pool - 1, Di, dtype=wide)
         self._pending: dict[int, _Pending] = {}
-
-    @classmethod
-    def for_trunk(
-        cls, config: TextConfig, size: CacheSize, *, dtype: torch.dtype, device: torch.device
-    ) -> "Cache":
-        """A cache of all trunk layers."""
-        num_sparse = sum(config.layer_is_sparse)
-        layers = (config.num_hidden_layers - num_sparse, num_sparse)
-        return cls(config, size, layers=layers, dtype=dtype, device=device)
-
-    @classmethod
-    def for_draft(
-        cls, config: TextConfig, size: CacheSize, *, dtype: torch.dtype, device: torch.device
-    ) -> "Cache":
-        """A cache of the MTP layer."""
-        return cls(config, size, layers=(0, 1), dtype=dtype, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -213,7 +194,7 @@ class Cache:
         span = pending.span
         for layer, kda in pending.kda.items():
             state = self.state[layer, span.slot]
-            self.state[layer, span.slot] = kda_commit(
+            self.state[layer, span.slot] = self.ops.kda_commit(
                 kda.k[:count], kda.deltas[:count], kda.gate[:count], state
             )
             conv = torch.cat([self.conv[layer, span.slot], kda.conv[:count]])
@@ -231,16 +212,11 @@ class Cache:
         tail = position % pool
         keys = torch.cat([self.ring_keys[layer, span.slot, :tail], new.keys])
         gates = torch.cat([self.ring_gates[layer, span.slot, :tail], new.gates])
-        done = keys.shape[0] // pool
-        if done:
-            pooled = index_pool(
-                keys[: done * pool].reshape(done, pool, keys.shape[-1]),
-                gates[: done * pool].reshape(done, pool, keys.shape[-1]),
-                new.ape,
-            )
-            at = torch.arange(position // pool, position // pool + done, device=device)
-            per_page = PAGE_TOKENS // pool
-            self.pooled[layer, pages[at // per_page], at % per_page] = pooled.to(self.pooled.dtype)
+        pooled = pool_complete(self.ops, keys, gates, new.ape)
+        done = pooled.shape[0]
+        at = torch.arange(position // pool, position // pool + done, device=device)
+        per_page = PAGE_TOKENS // pool
+        self.pooled[layer, pages[at // per_page], at % per_page] = pooled.to(self.pooled.dtype)
         rest = keys.shape[0] - done * pool
         self.ring_keys[layer, span.slot, :rest] = keys[done * pool :]
         self.ring_gates[layer, span.slot, :rest] = gates[done * pool :]
@@ -253,6 +229,16 @@ class _Pending:
         self.span = span
         self.kda: dict[int, KdaTokens] = {}
         self.sparse: dict[int, SparseTokens] = {}
+
+
+def pool_complete(ops: OpTable, keys: Tensor, gates: Tensor, ape: Tensor) -> Tensor:
+    """keys, gates [n, D], ape [pool, D] -> pooled keys [n // pool, D] of the complete pools."""
+    pool, width = ape.shape
+    done = keys.shape[0] // pool
+    shape = (done, pool, width)
+    return ops.index_pool(
+        keys[: done * pool].reshape(shape), gates[: done * pool].reshape(shape), ape
+    )
 
 
 def _first(tokens: SparseTokens, n: int) -> SparseTokens:

@@ -20,6 +20,9 @@ from emberbox.model.config_reader import (
 )
 from emberbox.model.config_section import Section
 
+# Tokens of a cache page. A page holds whole pools, so index_kpool has to divide it.
+PAGE_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextConfig:
@@ -178,6 +181,9 @@ def _width_problems(raw: Mapping[str, object], text: TextConfig) -> Iterator[str
     if text.index_topk % text.index_kpool:
         topk, pool = text.index_topk, text.index_kpool
         yield f"text_config.index_topk is {topk}, no multiple of index_kpool, {pool}"
+    elif PAGE_TOKENS % text.index_kpool:
+        pool = text.index_kpool
+        yield f"text_config.index_kpool is {pool}; it must divide a page of {PAGE_TOKENS} tokens"
     chosen = text.num_experts_per_tok
     for where, experts in (
         ("the trunk", text.n_routed_experts),

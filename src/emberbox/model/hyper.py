@@ -2,11 +2,23 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from emberbox.model.config import TextConfig
 from emberbox.model.layers import Parameters, RMSNorm, plain
 from emberbox.ops.table import OpTable
+
+
+def open_streams(x: Tensor, num_streams: int) -> Tensor:
+    """Start: every stream is the embedding. x [T, hidden] -> [T, S, hidden]."""
+    return x.unsqueeze(1).expand(-1, num_streams, -1)
+
+
+def mean_of_streams(streams: Tensor) -> Tensor:
+    """End: the plain mean, no learned head. [T, S, hidden] -> [T, hidden]."""
+    wide = torch.promote_types(streams.dtype, torch.float32)
+    return streams.to(wide).mean(1).to(streams.dtype)
 
 
 class HyperConnection:

@@ -11,24 +11,23 @@ from torch import Tensor
 
 from emberbox.model.attention import SparseAttention
 from emberbox.model.batch import Batch, Span
-from emberbox.model.cache import Cache
+from emberbox.model.cache import Cache, CacheSize
 from emberbox.model.config import Glm5NextConfig, TextConfig
-from emberbox.model.hyper import HyperConnection
+from emberbox.model.hyper import HyperConnection, mean_of_streams, open_streams
 from emberbox.model.kda import KimiDeltaAttention
 from emberbox.model.layers import Linear, Parameters, RMSNorm, plain
 from emberbox.model.moe import FeedForward, MixtureOfExperts
 from emberbox.model.mtp import MtpLayer
+from emberbox.model.parameters import TEXT, VISUAL, mtp_prefix
 from emberbox.model.vision import VisionTower
 from emberbox.ops.table import OpTable
-
-PREFIX = "model.language_model."
 
 
 class DecoderLayer:
     """Attention and feed-forward, each inside its hyper-connection."""
 
     def __init__(self, config: TextConfig, ops: OpTable, params: Parameters, layer: int) -> None:
-        prefix = f"{PREFIX}layers.{layer}."
+        prefix = f"{TEXT}layers.{layer}."
         sparse = config.layer_is_sparse[layer]
         index = config.layer_is_sparse[:layer].count(sparse)
         kind = SparseAttention if sparse else KimiDeltaAttention
@@ -61,18 +60,33 @@ class Network:
 
     def __init__(self, config: Glm5NextConfig, params: Parameters, ops: OpTable) -> None:
         text = config.text
-        self.config = config
-        self.embedding = plain(params, f"{PREFIX}embed_tokens.weight")
+        self.config, self.ops = config, ops
+        self.embedding = plain(params, f"{TEXT}embed_tokens.weight")
         self.layers = tuple(
             DecoderLayer(text, ops, params, i) for i in range(text.num_hidden_layers)
         )
-        self.norm = RMSNorm(ops, plain(params, f"{PREFIX}norm.weight"), text.rms_norm_eps)
+        self.norm = RMSNorm(ops, plain(params, f"{TEXT}norm.weight"), text.rms_norm_eps)
         self.lm_head = Linear.load(ops, params, "lm_head")
-        mtp = f"{PREFIX}layers.{text.num_hidden_layers}."
+        mtp = mtp_prefix(config)
         self.mtp = MtpLayer(text, ops, params, mtp) if f"{mtp}enorm.weight" in params else None
-        seen = any(name.startswith("model.visual.") for name in params)
+        seen = any(name.startswith(VISUAL) for name in params)
         self.vision = (
             VisionTower(config.vision, ops, params) if config.vision is not None and seen else None
+        )
+
+    def new_cache(self, size: CacheSize) -> Cache:
+        """A cache of all trunk layers, in this network's types and on its device."""
+        num_sparse = sum(self.config.text.layer_is_sparse)
+        return self._cache(size, (self.config.text.num_hidden_layers - num_sparse, num_sparse))
+
+    def new_draft_cache(self, size: CacheSize) -> Cache:
+        """A cache of the MTP layer."""
+        return self._cache(size, (0, 1))
+
+    def _cache(self, size: CacheSize, layers: tuple[int, int]) -> Cache:
+        of = self.embedding
+        return Cache(
+            self.config.text, size, self.ops, layers=layers, dtype=of.dtype, device=of.device
         )
 
     def embed(self, batch: Batch) -> Tensor:
@@ -91,11 +105,10 @@ class Network:
         if cache is not None:
             cache.begin(batch.spans)
         x = self.embed(batch)
-        streams = x.unsqueeze(1).expand(-1, self.config.text.hc_mult, -1)
+        streams = open_streams(x, self.config.text.hc_mult)
         for layer in self.layers:
             streams = layer(streams, batch.spans, cache)
-        wide = torch.promote_types(streams.dtype, torch.float32)
-        return self.norm(streams.to(wide).mean(1).to(streams.dtype))
+        return self.norm(mean_of_streams(streams))
 
     def draft(
         self, hidden: Tensor, next_token_ids: Tensor, batch: Batch, cache: Cache | None
@@ -103,7 +116,7 @@ class Network:
         """MTP output d_t [T, hidden] from h_t [T, hidden] and x_{t+1} [T] int64 of the batch's
         rows.
 
-        `cache` is the MTP layer's own (Cache.for_draft); the same verification rule applies.
+        `cache` is the MTP layer's own (new_draft_cache); the same verification rule applies.
         """
         if self.mtp is None:
             raise LookupError("this checkpoint holds no MTP layer")

@@ -14,11 +14,11 @@ from torch.nn.functional import gelu
 
 from emberbox.model.config import VisionConfig
 from emberbox.model.layers import LayerNorm, Linear, Operand, Parameters, RMSNorm, plain
+from emberbox.model.parameters import VISUAL
 from emberbox.ops.contract import require
 from emberbox.ops.table import OpTable
 
 # P patches of all images and slices, H heads, D head width, G merged rows (P / merge^2)
-PREFIX = "model.visual."
 MERGER_NORM_EPS = 1e-5  # the merger's LayerNorm; it does not follow rms_norm_eps
 
 Grid: TypeAlias = tuple[int, int, int]  # temporal slices, patch rows, patch columns
@@ -111,12 +111,12 @@ class VisionMerger:
     """One row for the text model from each block of patches: downsample, project, feed-forward."""
 
     def __init__(self, config: VisionConfig, ops: OpTable, params: Parameters) -> None:
-        prefix = f"{PREFIX}merger."
+        prefix = f"{VISUAL}merger."
         self.block_patches = config.spatial_merge_size**2
         self.downsample = Linear(
             ops,
-            _matrix(params[f"{PREFIX}downsample.weight"]),
-            plain(params, f"{PREFIX}downsample.bias"),
+            _matrix(params[f"{VISUAL}downsample.weight"]),
+            plain(params, f"{VISUAL}downsample.bias"),
         )
         self.proj = Linear.load(ops, params, f"{prefix}proj")
         self.norm = LayerNorm(
@@ -141,15 +141,15 @@ class VisionTower:
         self.config = config
         self.patch_embed = Linear(
             ops,
-            _matrix(params[f"{PREFIX}patch_embed.proj.weight"]),
-            plain(params, f"{PREFIX}patch_embed.proj.bias"),
+            _matrix(params[f"{VISUAL}patch_embed.proj.weight"]),
+            plain(params, f"{VISUAL}patch_embed.proj.bias"),
         )
         self.blocks = tuple(
-            VisionBlock(config, ops, params, f"{PREFIX}blocks.{block}.")
+            VisionBlock(config, ops, params, f"{VISUAL}blocks.{block}.")
             for block in range(config.depth)
         )
         # Of the RMSNorms outside attention, only those of the blocks follow block_norm_eps.
-        weight = plain(params, f"{PREFIX}post_layernorm.weight")
+        weight = plain(params, f"{VISUAL}post_layernorm.weight")
         self.post_layernorm = RMSNorm(ops, weight, config.rms_norm_eps)
         self.merger = VisionMerger(config, ops, params)
 

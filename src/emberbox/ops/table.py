@@ -16,8 +16,10 @@ from emberbox.ops import (
     hyper_mix,
     hyper_update,
     index_pool,
+    index_scores,
     index_select,
     kda_chunk,
+    kda_commit,
     kda_inputs,
     kda_verify,
     linear,
@@ -45,8 +47,9 @@ OPS: Mapping[str, Op[..., Any]] = {
         kda_inputs.OP,
         kda_chunk.OP,
         kda_verify.OP,
+        kda_commit.OP,
         index_pool.OP,
-        index_select.SCORES,
+        index_scores.OP,
         index_select.OP,
         mla_attention.OP,
         route_topk.OP,
@@ -73,6 +76,7 @@ class OpTable:
     kda_inputs: Callable[..., tuple[Tensor, Tensor, Tensor]]
     kda_chunk: Callable[..., tuple[Tensor, Tensor]]
     kda_verify: Callable[..., tuple[Tensor, Tensor]]
+    kda_commit: Callable[..., Tensor]
     index_pool: Callable[..., Tensor]
     index_scores: Callable[..., Tensor]
     index_select: Callable[..., Tensor]

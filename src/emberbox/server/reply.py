@@ -41,9 +41,9 @@ class Reply:
     def push(self, event: TokenEvent) -> Piece:
         """Take one event; the last one carries a finish reason and flushes what was held back."""
         # A last event without a token has the id -1.
-        self.num_tokens += event.token_id >= 0
+        self.num_tokens += event.token_id is not None
         # The token that closes the reasoning is counted as part of it.
-        self.num_reasoning_tokens += self._parser.is_inside and event.token_id >= 0
+        self.num_reasoning_tokens += self._parser.is_inside and event.token_id is not None
         reasoning, content = self._parser.push(event.text)
         if event.finish is not None:
             self.finish = event.finish

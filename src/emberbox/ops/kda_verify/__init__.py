@@ -1,17 +1,14 @@
 """Verify 1..8 tokens without touching the state; keep the factors that a commit needs.
 
-Inputs as kda_chunk with T >= 1. Returns o [T, H, Dv] and deltas [T, H, Dv], float32 or wider: after
-`a` tokens are accepted the state is kda_commit(k[:a], deltas[:a], gate[:a], state), since
-S_t = diag(exp g_t) S_{t-1} + k_t (x) delta_t (architecture.md 3.2).
+Inputs as kda_chunk with T >= 1. Returns o [T, H, Dv] and deltas [T, H, Dv], float32 or wider. The
+op kda_commit turns the deltas of accepted tokens into the next state (architecture.md 3.2).
 """
 
 import torch
 
 from emberbox.ops import kda_chunk
 from emberbox.ops.contract import Op
-from emberbox.ops.kda_verify.reference import kda_commit, kda_verify
-
-__all__ = ["OP", "kda_commit", "kda_verify"]
+from emberbox.ops.kda_verify.reference import kda_verify
 
 OP = Op(
     name="kda_verify",

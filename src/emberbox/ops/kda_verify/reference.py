@@ -17,11 +17,3 @@ def kda_verify(
         outputs.append(torch.einsum("hkv,hk->hv", s, q[t]))
         deltas.append(delta)
     return torch.stack(outputs), torch.stack(deltas)
-
-
-def kda_commit(k: Tensor, deltas: Tensor, gate: Tensor, state: Tensor) -> Tensor:
-    """State after the accepted tokens: k, gate [n, H, Dk], deltas [n, H, Dv] -> [H, Dk, Dv]."""
-    for t in range(k.shape[0]):
-        state = state * gate[t].exp().unsqueeze(-1)
-        state = state + k[t].unsqueeze(-1) * deltas[t].unsqueeze(-2)
-    return state

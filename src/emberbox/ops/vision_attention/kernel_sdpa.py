@@ -34,8 +34,7 @@ def vision_attention(
     )
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = qkv.unbind(1)
-    # Rounded back to qkv's dtype: 32,000 patches through 24 blocks take 0.37 s in bf16 and 3.5 s in
-    # float32 (H200).
+    # Rounded back to qkv's dtype, so that 16-bit activations take the 16-bit attention kernels.
     q = rotate(rms_norm(q.to(wide), q_weight, eps), angles).to(qkv.dtype)
     k = rotate(rms_norm(k.to(wide), k_weight, eps), angles).to(qkv.dtype)
     outputs, start = [], 0

@@ -6,7 +6,7 @@ from emberbox.engine.request import FinishReason, SamplingParams, TokenEvent
 from emberbox.engine.sampler import Sampler
 
 
-class Reply:
+class TokenReader:
     """Text and end of one reply: stop tokens, stop strings, the budget."""
 
     def __init__(
