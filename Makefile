@@ -64,7 +64,7 @@ types: $(VENV)/.dev ## mypy --strict over src
 	@$(BIN)/mypy
 
 floors: $(VENV)/.dev ## who may import whom
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 size: $(VENV)/.demo ## lines per part, file and function against budgets.toml
 	@$(BIN)/python tools/size.py

@@ -34,7 +34,7 @@ class Variable:
 VARIABLES: tuple[Variable, ...] = (
     Variable("EMBERBOX_DEVICE", "device", str, "auto, cpu, cuda or cuda:N"),
     Variable("EMBERBOX_DTYPE", "dtype", str, "auto, bfloat16 or float32"),
-    Variable("EMBERBOX_THREADS", "num_threads", int, "CPU threads; 0 leaves torch's choice"),
+    Variable("EMBERBOX_THREADS", "num_threads", int, "CPU threads; 0 chooses by the model's size"),
     Variable("EMBERBOX_HOST", "host", str, "address the server listens on"),
     Variable("EMBERBOX_PORT", "port", int, "port of the server; 0 takes a free one"),
     Variable("EMBERBOX_API_KEY", "api_key", str, "key that clients must send; empty asks for none"),

@@ -25,7 +25,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         dest="num_threads",
         type=int,
         metavar="N",
-        help="CPU threads (default: torch's)",
+        help="CPU threads (default: by the model's size)",
     )
     parser.add_argument("--log-level", dest="level", choices=LOG_LEVELS, help="default: info")
 

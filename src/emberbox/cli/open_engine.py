@@ -9,6 +9,8 @@ from emberbox.settings import EngineSettings
 if TYPE_CHECKING:
     from emberbox.engine.llm import LLM
 
+# At ember-nano's width a second thread costs more in waiting than it computes.
+ONE_THREAD_MAX_HIDDEN = 512
 # The shortest prompt that runs every part once, so that the first user waits for nothing else.
 WARM_UP_MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -26,10 +28,12 @@ def open_llm(folder: Path, settings: EngineSettings) -> "LLM":
     from emberbox.engine.llm import LLM
     from emberbox.engine.request import SamplingParams
 
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
     device = Device.detect(settings.device)
     llm = LLM(folder, dtype=settings.dtype, device=device.torch_name)
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    elif device.kind == "cpu" and llm.config.text.hidden_size <= ONE_THREAD_MAX_HIDDEN:
+        torch.set_num_threads(1)
     llm.chat(WARM_UP_MESSAGES, SamplingParams(max_tokens=1))
     return llm
 
