@@ -4,6 +4,7 @@ EmberboxError
 ├── SettingsError            a setting, flag or variable has a value we do not accept
 ├── EnvironmentProblem       the machine lacks something (a package, a device, memory)
 ├── OpError                  an operation was handed tensors outside its contract
+├── NonFiniteLogits          the network computed something that is not a number
 ├── CheckpointError          a folder of weights is not what it should be
 │   ├── HeaderError          one safetensors file breaks the format
 │   │   ├── TruncatedFile        shorter than its header says
@@ -50,6 +51,10 @@ class EnvironmentProblem(EmberboxError):
 
 class OpError(EmberboxError):
     """An operation was handed tensors outside its contract."""
+
+
+class NonFiniteLogits(EmberboxError):
+    """The network computed something that is not a number; no token may be chosen from it."""
 
 
 class CheckpointError(EmberboxError):

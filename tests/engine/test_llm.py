@@ -1,11 +1,21 @@
 """LLM on the shipped, trained nano model: it answers, stops, streams, scores and refuses."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 
 from emberbox.engine.llm import LLM
 from emberbox.engine.request import FinishReason, Prompt, SamplingParams
-from emberbox.errors import CheckpointError, ContextLengthError, RequestError, SettingsError
+from emberbox.errors import (
+    CheckpointError,
+    ContextLengthError,
+    LoadRefused,
+    NonFiniteLogits,
+    RequestError,
+    SettingsError,
+)
 from emberbox.store.checkpoint import INDEX_NAME
 from tests.helpers.nano import NANO, nano_llm
 
@@ -157,3 +167,50 @@ def test_settings_out_of_range_are_refused_before_loading(change):
 
 def test_bfloat16_answers_too():
     assert LLM(NANO, dtype="bfloat16", max_model_len=512).chat(QUESTION).text == ANSWER
+
+
+def damaged(tmp_path, name, change):
+    """The nano folder with one JSON file changed."""
+    for file in NANO.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / name).unlink()
+    document = json.loads((NANO / name).read_text("utf-8"))
+    change(document)
+    (tmp_path / name).write_text(json.dumps(document), "utf-8")
+    return tmp_path
+
+
+def test_files_of_different_models_are_refused_with_every_reason(tmp_path):
+    folder = damaged(tmp_path, "config.json", lambda c: c.update(image_token_id=5))
+    (folder / "preprocessor_config.json").unlink()
+    document = json.loads((NANO / "preprocessor_config.json").read_text("utf-8"))
+    (folder / "preprocessor_config.json").write_text(json.dumps(document | {"patch_size": 16}))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text("[gMASK]<sop>hello")
+    with pytest.raises(LoadRefused) as caught:
+        LLM(folder).chat(QUESTION)
+    assert caught.value.reasons == (
+        "<|image|> is token 4090 in the tokenizer, image_token_id is 5",
+        "preprocessor patch_size is 16, vision_config says 14",
+        "the chat template leaves out the text of a user's message",
+    )
+
+
+def test_a_config_that_overflows_the_network_gives_no_answer(tmp_path):
+    def change(config):
+        config["text_config"]["hc_eps"] = 1e-5
+
+    llm = LLM(damaged(tmp_path, "config.json", change))
+    llm.network.norm.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteLogits):
+        llm.chat(QUESTION)
+
+
+def test_token_ids_of_any_integer_type_are_taken_and_booleans_are_not():
+    params = SamplingParams(max_tokens=3)
+    ids = [5, 6, 7]
+    expected = nano_llm().generate(ids, params)
+    assert nano_llm().generate(np.array(ids), params) == expected
+    assert nano_llm().generate([np.array(ids)], params) == expected
+    with pytest.raises(RequestError, match="true or false"):
+        nano_llm().generate([[True, 2]], params)

@@ -7,7 +7,7 @@ import torch
 
 from emberbox.engine.request import SamplingParams
 from emberbox.engine.sampler import Sampler
-from emberbox.errors import RequestError
+from emberbox.errors import NonFiniteLogits, RequestError
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 
@@ -65,9 +65,27 @@ def test_a_tiny_temperature_does_not_overflow():
         ("top_k", -1),
         ("stop", ("a", "")),
         ("seed", 2**63),
+        ("max_tokens", 2.5),
+        ("max_tokens", True),
+        ("top_k", 1.5),
+        ("top_k", None),
+        ("seed", 1.5),
+        ("temperature", "1"),
+        ("top_p", None),
+        ("stop", "abc"),
+        ("stop", (1,)),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_token_is_chosen_from_logits_that_are_not_finite(temperature, value):
+    logits = LOGITS.clone()
+    logits[3] = value
+    with pytest.raises(NonFiniteLogits):
+        Sampler(SamplingParams(temperature=temperature)).sample(logits)

@@ -1,6 +1,7 @@
 """What a config.json may say, what it must say, and that everything else is refused by name."""
 
 import json
+import time
 from copy import deepcopy
 from dataclasses import replace
 
@@ -365,7 +366,7 @@ def test_all_contradictions_come_in_one_error():
 
 def test_text_only_config_has_no_vision_and_needs_no_media_rows():
     config = edited("vision_config", None)
-    config["image_token_id"] = 10**9
+    config["image_token_id"] = 2**20
     assert parse(config).vision is None
 
 
@@ -460,3 +461,24 @@ def test_every_key_that_transformers_saves_is_accepted(tmp_path):
         eos_token_ids=(5,),
     )
     assert config.vision == released.vision
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "text_config.max_position_embeddings",
+        "text_config.n_routed_experts",
+        "text_config.num_hidden_layers",
+        "text_config.hc_sinkhorn_iters",
+        "text_config.swiglu_limit",
+        "text_config.rms_norm_eps",
+        "vision_config.depth",
+    ],
+)
+@pytest.mark.parametrize("value", [2**40, 10**30])
+def test_sizes_beyond_any_model_are_refused_before_they_cost_anything(path, value):
+    started = time.monotonic()
+    assert any(
+        problem.startswith(f"{path} is {value}") for problem in problems(edited(path, value))
+    )
+    assert time.monotonic() - started < 2

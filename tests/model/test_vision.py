@@ -15,7 +15,8 @@ from emberbox.errors import OpError
 from emberbox.formats import fp8_block
 from emberbox.model import vision
 from emberbox.model.config import Glm5NextConfig, VisionConfig
-from emberbox.model.vision import PREFIX, VisionTower, positions, rotary_angles
+from emberbox.model.parameters import VISUAL
+from emberbox.model.vision import VisionTower, positions, rotary_angles
 from emberbox.ops.numerics import relative_error
 from emberbox.ops.rms_norm.reference import rms_norm
 from emberbox.ops.table import OpTable, bind_all
@@ -86,7 +87,7 @@ def oracle():
 
 
 def params_of(model):
-    return {PREFIX + name: p.detach().clone() for name, p in model.named_parameters()}
+    return {VISUAL + name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def pixels(grids, seed=0):
@@ -189,7 +190,7 @@ def symmetric_gate(gate, up, limit):
 
 
 def transposed_blocks(params):
-    name = f"{PREFIX}downsample.weight"
+    name = f"{VISUAL}downsample.weight"
     return {**params, name: params[name].transpose(-1, -2)}
 
 
@@ -366,9 +367,9 @@ def test_the_nano_tower_is_that_of_transformers():
     params = {}
     for path in sorted(NANO.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(PREFIX)]  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith(VISUAL)]  # noqa: SIM118
             params.update({name: file.get_tensor(name).float() for name in names})
-    model.load_state_dict({name.removeprefix(PREFIX): value for name, value in params.items()})
+    model.load_state_dict({name.removeprefix(VISUAL): value for name, value in params.items()})
     grids = ((1, 8, 8), (1, 4, 10), (2, 6, 4))
     x = pixels(grids)
     x[:64] = torch.tensor(0.3)  # a plain picture beside noisy ones

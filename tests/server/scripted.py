@@ -22,7 +22,7 @@ class ScriptedEngine:
         self.gate = threading.Semaphore(0)
         self.is_gated = False
         self.num_steps = 0
-        self.last_token_id: int | None = None
+        self.ends_without_token = False
         self.seen: list[tuple[Prompt, SamplingParams]] = []
         self.chats: list[tuple[Sequence[Mapping[str, object]], str | None, bool]] = []
         self.clear_thinking: list[bool | None] = []
@@ -58,5 +58,5 @@ class ScriptedEngine:
             if i < len(self.script) - 1:
                 yield TokenEvent(i, text)
             else:
-                token_id = i if self.last_token_id is None else self.last_token_id
+                token_id = None if self.ends_without_token else i
                 yield TokenEvent(token_id, text, self.finish)

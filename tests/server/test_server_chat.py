@@ -62,7 +62,7 @@ def test_a_plain_answer_has_every_part(start):
 
 def test_a_last_event_without_a_token_is_not_counted(start):
     engine = ScriptedEngine(["</think>", "a", "b"])
-    engine.last_token_id = -1
+    engine.ends_without_token = True
     answer = start(engine).post().json()
     assert answer["choices"][0]["message"]["content"] == "ab"
     assert answer["usage"]["completion_tokens"] == 2

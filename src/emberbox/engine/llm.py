@@ -7,6 +7,8 @@ print(llm.chat([{"role": "user", "content": "Count from 3 to 9."}]).text)
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
+from operator import index
 from pathlib import Path
 
 import torch
@@ -16,9 +18,10 @@ from emberbox.chat.detokenizer import Detokenizer
 from emberbox.chat.parser import split_reasoning
 from emberbox.chat.prompt import ChatFormat
 from emberbox.device import Device
+from emberbox.engine.agreement import check_agreement
 from emberbox.engine.loop import EngineLoop
 from emberbox.engine.request import Completion, FinishReason, Prompt, SamplingParams, TokenEvent
-from emberbox.errors import ContextLengthError, SettingsError
+from emberbox.errors import ContextLengthError, RequestError, SettingsError
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.network import Network
 from emberbox.model.weights import assign, load_parameters
@@ -44,6 +47,8 @@ class LLM:
         device: str = "auto",
         max_model_len: int | None = None,
     ) -> None:
+        if not str(path):
+            raise SettingsError("path is empty; the folder of a checkpoint")
         folder = Path(path)
         found = Device.detect(device)
         self.device = torch.device(found.torch_name)
@@ -62,13 +67,17 @@ class LLM:
     @cached_property
     def format(self) -> ChatFormat:
         """Tokenizer, template, pictures; read when text is first needed. Raises CheckpointError."""
-        return ChatFormat.open(self.folder)
+        chat = ChatFormat.open(self.folder)
+        check_agreement(self.config, chat, str(self.folder))
+        return chat
 
     def prepare(self, prompt: str | Sequence[int]) -> Prompt:
         """Text (its special-token strings are special) or token ids -> Prompt."""
         if isinstance(prompt, str):
             return Prompt(tuple(self.format.tokenizer.encode_template(prompt)))
-        return Prompt(tuple(prompt))
+        if any(isinstance(token, bool) for token in prompt):
+            raise RequestError("a token id is true or false; an integer", param="prompt")
+        return Prompt(tuple(index(token) for token in prompt))
 
     def prepare_chat(
         self,
@@ -111,7 +120,7 @@ class LLM:
     ) -> list[Completion]:
         """One completion per prompt, in order. A prompt is text or token ids."""
         params = params or SamplingParams(max_tokens=256)
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         items = [prompts] if single else list(prompts)
         ready = [self.prepare(item) for item in items]  # type: ignore[arg-type]  # narrowed above
         for prompt in ready:

@@ -3,7 +3,7 @@
 It stands behind the names the full engine will keep (prefill, decode, TokenEvent).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from emberbox.chat.detokenizer import Detokenizer
 from emberbox.engine.request import FinishReason, Prompt, SamplingParams, TokenEvent
 from emberbox.engine.sampler import Sampler
 from emberbox.engine.token_reader import TokenReader
-from emberbox.errors import ContextLengthError, RequestError
+from emberbox.errors import ContextLengthError, EnvironmentProblem, RequestError
 from emberbox.model.batch import Batch, SequenceRows
 from emberbox.model.cache import CacheSize
 from emberbox.model.config import PAGE_TOKENS
@@ -29,7 +29,13 @@ class EngineLoop:
         self.device = network.embedding.device
         self.pages = tuple(range(-(-max_model_len // PAGE_TOKENS)))
         size = CacheSize(num_pages=len(self.pages), num_slots=1)
-        self.cache = network.new_cache(size)
+        try:
+            self.cache = network.new_cache(size)
+        except RuntimeError as error:  # torch's word for memory that cannot be had
+            raise EnvironmentProblem(
+                f"no memory for a cache of {max_model_len} tokens: {error}",
+                hint="ask for a smaller max_model_len",
+            ) from error
         self._turn = object()
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
@@ -126,7 +132,8 @@ class EngineLoop:
 
     def _image_features(self, prompt: Prompt) -> dict[int, Tensor]:
         """Position in the prompt -> embedding, for every image token."""
-        places = _image_places(prompt.token_ids, self.network.config.image_token_id)
+        image = self.network.config.image_token_id
+        places = [at for at, token in enumerate(prompt.token_ids) if token == image]
         if not places and not prompt.images:
             return {}
         if self.network.vision is None:
@@ -140,7 +147,3 @@ class EngineLoop:
                 f"the prompt has {len(places)} image tokens, its images make {len(features)}"
             )
         return dict(zip(places, features, strict=True))
-
-
-def _image_places(token_ids: Sequence[int], image_token_id: int) -> list[int]:
-    return [at for at, token in enumerate(token_ids) if token == image_token_id]

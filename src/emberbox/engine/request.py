@@ -36,6 +36,18 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if type(value) is not int and (value is not None or name == "top_k"):
+                raise RequestError(f"{name} is {value!r}; an integer", param=name)
+        for name in ("temperature", "top_p"):
+            if type(getattr(self, name)) not in (int, float):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; a number", param=name)
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
+            raise RequestError(f"stop is {self.stop!r}; a tuple of strings", param="stop")
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(f"max_tokens is {self.max_tokens}; at least 1", param="max_tokens")
         if not (isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from emberbox.engine.request import SamplingParams
+from emberbox.errors import NonFiniteLogits
 
 
 class Sampler:
@@ -18,8 +19,16 @@ class Sampler:
             self.generator.manual_seed(params.seed)
 
     def sample(self, logits: Tensor) -> int:
-        """logits [vocab] -> token id. Order: temperature, top-k, top-p, draw."""
+        """logits [vocab] -> token id. Order: temperature, top-k, top-p, draw.
+
+        Raises NonFiniteLogits.
+        """
         params = self.params
+        if not bool(torch.isfinite(logits).all()):
+            raise NonFiniteLogits(
+                "the logits hold values that are not finite",
+                hint="the checkpoint is damaged, or its config.json does not belong to it",
+            )
         if params.temperature == 0.0:
             return int(logits.argmax())
         # Shifted first: a tiny temperature must not overflow.

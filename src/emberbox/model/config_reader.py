@@ -7,7 +7,7 @@ problems in the section it reads. Field list and released values: architecture.m
 from collections.abc import Mapping
 from typing import Any
 
-from emberbox.model.config_section import Section
+from emberbox.model.config_section import MAX_INTEGER, Section
 
 SPARSE_NAMES = ("deepseek_sparse_attention", "indexed_attention")
 LINEAR_NAME = "linear_attention"
@@ -95,6 +95,15 @@ TEXT_INTEGERS = (
     "hc_sinkhorn_iters",
     "max_position_embeddings",
 )
+# Of these the network makes one object, or one loop, each.
+MAX_COUNTS = {
+    "num_hidden_layers": 1024,
+    "n_routed_experts": 4096,
+    "n_shared_experts": 64,
+    "hc_mult": 64,
+    "hc_sinkhorn_iters": 1000,
+    "depth": 1024,
+}
 TEXT_NUMBERS = ("routed_scaling_factor", "hc_eps", "swiglu_limit", "rms_norm_eps")
 VISION_INTEGERS = (
     "depth",
@@ -144,7 +153,9 @@ def read_dtype(top: Section) -> str:
 def read_text(text: Section, mtp: Mapping[str, object] | None) -> dict[str, Any]:
     """The fields of TextConfig. `mtp` is the config.json of a separate MTP folder."""
     text.fixed(FIXED_TEXT)
-    values: dict[str, Any] = {key: text.integer(key) for key in TEXT_INTEGERS}
+    values: dict[str, Any] = {
+        key: text.integer(key, maximum=MAX_COUNTS.get(key, MAX_INTEGER)) for key in TEXT_INTEGERS
+    }
     values |= {key: text.number(key) for key in TEXT_NUMBERS}
     values |= _read_kda(text)
     values["layer_is_sparse"] = _read_schedule(text, "layer_types", SPARSE_NAMES, LINEAR_NAME)
@@ -235,7 +246,7 @@ def _read_mtp(mtp: Mapping[str, object], text: Section) -> int:
     """
     outer = Section("mtp", mtp, text.problems)
     section = outer.child("text_config") if outer.has("text_config") else outer
-    experts = section.integer("n_routed_experts")
+    experts = section.integer("n_routed_experts", maximum=MAX_COUNTS["n_routed_experts"])
     section.known |= text.known
     for key, value in section.data.items():
         ours = text.data.get(key, value)
@@ -251,7 +262,10 @@ def _read_mtp(mtp: Mapping[str, object], text: Section) -> int:
 def read_vision(vision: Section) -> dict[str, Any]:
     """The fields of VisionConfig."""
     vision.fixed(FIXED_VISION)
-    values: dict[str, Any] = {key: vision.integer(key) for key in VISION_INTEGERS}
+    values: dict[str, Any] = {
+        key: vision.integer(key, maximum=MAX_COUNTS.get(key, MAX_INTEGER))
+        for key in VISION_INTEGERS
+    }
     values["rms_norm_eps"] = values["block_norm_eps"] = vision.number("rms_norm_eps")
     values["swiglu_limit"] = vision.number("swiglu_limit")
     # The release has no rope_parameters; that means axial with theta 10000 (architecture.md 2).

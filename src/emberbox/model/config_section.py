@@ -4,10 +4,12 @@ A bad value is noted and replaced by a harmless one, so that reading goes on and
 found at once. The caller refuses when `problems` is not empty: a replacement is never used.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 _MISSING = object()
+# A config is read before anything is known of its weights: no value of it may cost time or memory.
+MAX_INTEGER = 2**21  # twice the released context, the largest size there is
+MAX_NUMBER = 1e6
 
 
 class Section:
@@ -41,21 +43,25 @@ class Section:
         found = self._find(key, default)
         return None if found is _MISSING else found
 
-    def integer(self, key: str, *, default: int | None = None, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; true and false are not integers."""
+    def integer(
+        self, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = MAX_INTEGER
+    ) -> int:
+        """An integer from `minimum` to `maximum`; true and false are not integers."""
         found = self._find(key, default)
         if isinstance(found, int) and not isinstance(found, bool) and found >= minimum:
-            return found
+            if found <= maximum:
+                return found
+            self.mistyped(key, found, f"an integer of at most {maximum}")
+            return minimum
         self.mistyped(key, found, f"an integer of at least {minimum}")
         return minimum
 
     def number(self, key: str, *, default: float | None = None, sign: int = 1) -> float:
-        """A finite number, above 0 (`sign` 1) or below 0 (`sign` -1)."""
+        """A number above 0 (`sign` 1) or below 0 (`sign` -1), of at most MAX_NUMBER in size."""
         found = self._find(key, default)
-        if isinstance(found, (int, float)) and not isinstance(found, bool):
-            number = float(found)
-            if math.isfinite(number) and number * sign > 0:
-                return number
+        is_number = not isinstance(found, bool)
+        if is_number and isinstance(found, (int, float)) and 0 < found * sign <= MAX_NUMBER:
+            return float(found)
         self.mistyped(key, found, "a number above 0" if sign > 0 else "a number below 0")
         return float(sign)
 

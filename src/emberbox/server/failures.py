@@ -5,6 +5,7 @@ Holds the exceptions that only a server can raise; knows no route.
 """
 
 import logging
+import traceback
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +15,7 @@ from emberbox.errors import (
     ContextLengthError,
     EmberboxError,
     EnvironmentProblem,
+    NonFiniteLogits,
     OpError,
     RequestError,
     SettingsError,
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+# Of one traceback in the log, in letters: a client must not fill the disk by repeating a request.
+MAX_TRACEBACK = 8000
 
 
 class UnsupportedParameter(RequestError):
@@ -99,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     Rule(SettingsError, 500, SERVER, "settings_error"),
     Rule(CheckpointError, 500, SERVER, "checkpoint_error"),
     Rule(OpError, 500, SERVER, "op_error"),
+    Rule(NonFiniteLogits, 500, SERVER, "non_finite_logits"),
     Rule(EnvironmentProblem, 503, SERVER, "environment_problem"),
     Rule(EngineStopped, 503, SERVER, "engine_stopped"),
     Rule(TooManyWaiting, 503, SERVER, "server_overloaded"),
@@ -137,10 +142,20 @@ def to_failure(error: BaseException) -> Failure:
     """The wire form of `error`. What is not ours is a 500 that tells nothing; the log has it."""
     rule = next((_BY_TYPE[kind] for kind in type(error).__mro__ if kind in _BY_TYPE), None)
     if rule is None or not isinstance(error, EmberboxError):
-        log.error("unexpected %s while serving a request", type(error).__name__, exc_info=error)
+        name = type(error).__name__
+        log.error("unexpected %s while serving a request\n%s", name, _traceback_of(error))
         text = "the server failed on this request; its log says why"
         return Failure(500, ErrorBody(ErrorDetail(text, SERVER, None, "internal_error")))
     message = error.message if not error.hint else f"{error.message} ({error.hint})"
     param = error.param if isinstance(error, RequestError) else None
     code = error.code if isinstance(error, RequestError) else (rule.code or "internal_error")
     return Failure(rule.status, ErrorBody(ErrorDetail(message, rule.type, param, code)))
+
+
+def _traceback_of(error: BaseException) -> str:
+    """The traceback; of a long one the beginning and, since it names the place, more of the end."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    if len(text) <= MAX_TRACEBACK:
+        return text
+    head, tail = text[: MAX_TRACEBACK // 4], text[-(MAX_TRACEBACK * 3 // 4) :]
+    return f"{head}\n[{len(text) - len(head) - len(tail)} letters left out]\n{tail}"
