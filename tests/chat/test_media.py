@@ -244,3 +244,33 @@ def test_broken_settings_are_refused(tmp_path):
         (tmp_path / "preprocessor_config.json").write_text(text)
         with pytest.raises(CheckpointError, match=message):
             MediaSettings.open(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_deeply_nested_settings_are_refused_by_file(tmp_path, depth):
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text('{"patch_size": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json: "):
+        MediaSettings.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("patch_size", 1025),
+        ("merge_size", 2**62),
+        ("temporal_patch_size", 1025),
+        ("patch_size", True),
+        ("image_mean", [10**400, 0, 0]),
+        ("rescale_factor", 10**400),
+    ],
+)
+def test_settings_beyond_their_bounds_are_refused(key, value):
+    with pytest.raises(CheckpointError, match=key):
+        MediaSettings.from_dict({key: value}, "here")
+
+
+def test_settings_at_their_bounds_are_taken():
+    names = ("patch_size", "merge_size", "temporal_patch_size")
+    settings = MediaSettings.from_dict(dict.fromkeys(names, 1024), "here")
+    assert settings.block_pixels == 1024 * 1024

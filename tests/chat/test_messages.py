@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from emberbox.chat.messages import check_messages, check_tools
@@ -172,3 +174,52 @@ def test_tools_are_checked(tools, param):
 def test_no_tools_is_none():
     assert check_tools(None) is None
     assert check_tools([]) is None
+
+
+def nested(levels, inner=1):
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
+def cyclic():
+    value = {}
+    value["a"] = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"a": nested(64)},
+        {"a": nested(600)},
+        json.dumps({"a": nested(490)}),
+        {"a": (nested(64),)},
+        cyclic(),
+        {"a": [float("inf")]},
+        '{"a": {"b": 1e999}}',
+        '{"a": -1e999}',
+    ],
+    ids=["65", "601", "text", "tuple", "cycle", "inf", "1e999", "-1e999"],
+)
+def test_arguments_that_no_json_line_could_show_are_refused(arguments):
+    with pytest.raises(RequestError) as caught:
+        check_messages(call(arguments=arguments))
+    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+def test_arguments_may_nest_64_levels():
+    arguments = {"a": nested(63)}
+    message = check_messages(call(arguments=json.dumps(arguments))).messages[1]
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize(
+    "value", [nested(600), cyclic(), float("nan")], ids=["deep", "cycle", "nan"]
+)
+def test_schemas_that_no_json_line_could_show_are_refused(value):
+    good = {"name": "f", "parameters": {"properties": nested(60)}}
+    assert check_tools([good]) == [good]
+    with pytest.raises(RequestError) as caught:
+        check_tools([good, {"name": "f", "parameters": {"properties": value}}])
+    assert caught.value.param == "tools[1]"

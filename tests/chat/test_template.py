@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberbox.chat.template import ChatTemplate
+from emberbox.chat.template_text import TokenGuard
 from emberbox.errors import CheckpointError, RequestError
 
 HEAD = "[gMASK]<sop><|system|>Reasoning Effort: "
@@ -293,3 +294,35 @@ def test_template_sources(tmp_path, nano_folder):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match="not readable as UTF-8"):
         ChatTemplate.open(tmp_path)
+
+
+def test_templates_have_no_makers_of_long_text():
+    names = ("lipsum", "cycler", "joiner", "range")
+    source = "".join(f"{{{{ {name} is defined }}}} " for name in names)
+    assert ChatTemplate(source, (), "here").render([user("x")]) == "False False False True "
+    for name in ("center(9)", "format(9)", "indent(9)", "wordwrap(9)"):
+        with pytest.raises(CheckpointError, match="No filter named"):
+            ChatTemplate(f"{{{{ 'x' | {name} }}}}", (), "here")
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('no') }}", "{{ messages[0].content + 1 }}", "no picture"]
+)
+def test_clients_are_not_told_the_servers_folder(source):
+    template = ChatTemplate(source, ("<|image|>",), "/srv/secret/chat_template.jinja")
+    content = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(RequestError, match=r"\(chat_template\.jinja\)") as caught:
+        template.render([{"role": "user", "content": content}])
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("failure", [MemoryError, RecursionError])
+@pytest.mark.parametrize("place", ["choose_mark", "protect_all"])
+def test_running_out_of_room_before_the_render_is_a_refusal(monkeypatch, failure, place):
+    def fail(*_):
+        raise failure
+
+    monkeypatch.setattr(TokenGuard, place, fail)
+    template = ChatTemplate("x", (), "here")
+    with pytest.raises(RequestError, match="cannot render these messages"):
+        template.render([user("x")], [SUM_TOOL])

@@ -150,3 +150,23 @@ def test_added_tokens_count_as_special_whatever_their_flag(tmp_path, nano_docume
     tokenizer = _open(tmp_path, nano_document)
     assert 4078 not in tokenizer.encode("</think>")
     assert tokenizer.decode([4063, 4078], keep=()) == ""
+
+
+@pytest.mark.parametrize("token_id", [2**24, 2**31, 2**60])
+def test_a_token_id_that_would_need_a_huge_table_is_refused(tmp_path, nano_document, token_id):
+    nano_document["added_tokens"][3]["id"] = token_id
+    with pytest.raises(CheckpointError, match=rf"added_tokens\[3\].*{token_id}"):
+        _open(tmp_path, nano_document)
+
+
+def test_a_word_id_that_would_need_a_huge_table_is_refused(tmp_path, nano_document):
+    nano_document["model"]["vocab"]["the"] = 2**24
+    with pytest.raises(CheckpointError, match="'the' has id 16777216"):
+        _open(tmp_path, nano_document)
+
+
+def test_an_added_token_must_not_share_the_id_of_another_word(tmp_path, nano_document):
+    token_id = nano_document["model"]["vocab"]["the"]
+    nano_document["added_tokens"][3]["id"] = token_id
+    with pytest.raises(CheckpointError, match=rf"id {token_id} is the added token .*word 'the'"):
+        _open(tmp_path, nano_document)

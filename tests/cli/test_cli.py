@@ -1,23 +1,29 @@
 """The command line: help, exit codes, errors, and the three verbs."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from emberbox import __version__
-from emberbox.cli import demo_run
+from emberbox.cli import demo_run, open_engine
 from emberbox.cli import main as cli
+from emberbox.cli import serve as serve_verb
 from emberbox.cli.demo import find_shipped
 from emberbox.cli.demo_questions import long_text, questions
 from emberbox.cli.main import VERBS, main
 from emberbox.errors import CheckpointError
+from emberbox.server import listen
+from tests.server.scripted import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "models" / "ember-nano"
@@ -213,3 +219,105 @@ def test_the_console_script_exits_with_the_code(monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         cli.run()
     assert stopped.value.code == 0
+
+
+def test_a_host_that_is_no_name_is_a_failure_with_a_hint(capsys):
+    assert main(["serve", str(NANO), "--host", "a..b", "--port", "0"]) == 1
+    printed = capsys.readouterr().err
+    assert "cannot listen on a..b" in printed
+    assert "hint: " in printed
+
+
+@pytest.mark.parametrize("verb", ["serve", "demo"])
+def test_a_path_of_5000_letters_is_no_such_folder(verb, capsys):
+    port = ["--port", "0"] if verb == "serve" else []
+    assert main([verb, "x" * 5000, *port]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["serve", "demo"])
+def test_an_empty_path_is_bad_usage(verb, capsys):
+    assert main([verb, ""]) == 2
+    assert "the path is empty" in capsys.readouterr().err
+
+
+class Llm(ScriptedEngine):
+    """As much of an LLM as `serve` looks at before it serves."""
+
+    config = SimpleNamespace(vision=None)
+
+
+def swallow(number):
+    with contextlib.suppress(BaseException):
+        os.kill(os.getpid(), number)
+        time.sleep(5)  # the handler runs before this ends
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize("place", ["load", "print"])
+def test_a_signal_swallowed_during_start_up_still_stops(monkeypatch, capsys, number, place):
+    former = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    served = []
+
+    def open_llm(*_):
+        if place == "load":
+            swallow(number)
+        return Llm()
+
+    def show(*_, **__):
+        assert place == "print"
+        swallow(number)
+
+    monkeypatch.setattr(open_engine, "open_llm", open_llm)
+    monkeypatch.setattr(listen, "serve", lambda *_: served.append(1))
+    monkeypatch.setattr(serve_verb, "print", show, raising=False)
+    assert main(["serve", "x", "--port", "0"]) == 0
+    assert served == []
+    assert "stopped" in capsys.readouterr().err
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == former
+
+
+def test_a_signal_swallowed_while_the_server_ends_still_counts(monkeypatch, capsys):
+    monkeypatch.setattr(open_engine, "open_llm", lambda *_: Llm())
+    monkeypatch.setattr(listen, "serve", lambda *_: swallow(signal.SIGTERM))
+    assert main(["serve", "x", "--port", "0"]) == 0
+    assert "stopped" in capsys.readouterr().err
+
+
+def emberbox_into(stdout, *argv):
+    """Exit code and standard error of the command with `stdout` as its standard output."""
+    command = [sys.executable, "-m", "emberbox", *argv]
+    # Buffered, so that the failure may come as late as the end of the interpreter.
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environ, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("doctor", "--device", "cpu"),
+        ("doctor", "--device", "cpu", "--json"),
+        ("serve", str(NANO), "--port", "0", "--device", "cpu"),
+        ("--version",),
+    ],
+    ids=["doctor", "json", "serve", "version"],
+)
+@pytest.mark.parametrize("kind", ["closed pipe", "full device"])
+def test_output_that_cannot_be_written_is_exit_code_1_without_a_traceback(argv, kind):
+    if kind == "closed pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+    elif Path("/dev/full").exists():
+        writing = os.open("/dev/full", os.O_WRONLY)
+    else:
+        pytest.skip("no /dev/full here")
+    try:
+        code, err = emberbox_into(writing, *argv)
+    finally:
+        os.close(writing)
+    assert code == 1
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err

@@ -59,3 +59,27 @@ def test_a_foreign_exception_tells_nothing():
     failure = failures.to_failure(KeyError("password"))
     assert (failure.status, failure.body.error.code) == (500, "internal_error")
     assert b"password" not in failure.to_json()
+
+
+def test_the_log_of_an_unexpected_failure_is_bounded_and_keeps_both_ends(caplog):
+    def chain(levels: int) -> Exception:
+        error: Exception = KeyError("first cause")
+        for level in range(levels):
+            outer = ValueError(f"level {level} " + "x" * 90)
+            outer.__cause__ = error
+            error = outer
+        return error
+
+    failures.to_failure(chain(300))
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert record.exc_info is None
+    assert len(text) < 8200
+    assert "first cause" in text
+    assert "level 299" in text
+    assert "letters left out" in text
+
+
+def test_a_short_traceback_is_logged_whole(caplog):
+    failures.to_failure(KeyError("cause"))
+    assert caplog.records[0].getMessage().endswith("KeyError: 'cause'")

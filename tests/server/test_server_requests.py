@@ -1,5 +1,7 @@
 """What a chat request may hold and what is refused, on a live server with a scripted engine."""
 
+import json
+
 import httpx
 import msgspec
 import pytest
@@ -296,3 +298,30 @@ def test_models_tell_the_context_length_and_what_goes_in(scripted):
     assert card["input_modalities"] == ["text", "image"]
     assert scripted.http.get("/v1/models/scripted").json() == card
     assert scripted.http.get("/v1/models/other").status_code == 404
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_deep_tool_arguments_are_a_400_that_names_them(scripted, as_text):
+    text = '{"a": ' + "[" * 490 + "]" * 490 + "}"
+    function = {"name": "f", "arguments": text if as_text else json.loads(text)}
+    call = {"id": "c", "type": "function", "function": function}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    response = scripted.post(messages=[message])
+    assert response.status_code == 400
+    assert scripted.error(response)["param"] == "messages[0].tool_calls[0].function.arguments"
+
+
+def test_no_path_is_redirected_to_the_host_a_client_names(scripted):
+    for path in ("/health/", "/v1/models/", "/v1/chat/completions/"):
+        response = scripted.http.get(path, headers={"host": "evil.example"})
+        assert "location" not in response.headers
+        assert response.status_code == 404
+
+
+def test_the_log_has_the_number_of_ignored_fields_not_their_names(scripted, caplog):
+    with caplog.at_level("INFO", "emberbox"):
+        names = [f"my_secret_{number}" for number in range(7)]
+        for _ in range(2):
+            assert scripted.post(**dict.fromkeys(names, 1)).status_code == 200
+    assert "my_secret" not in caplog.text
+    assert caplog.text.count("carries 7 fields") == 1

@@ -5,7 +5,6 @@ here is refused, since a picture prepared otherwise is answered fluently and wro
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,10 @@ _COUNTS = (
     "min_image_tokens",
     "max_image_tokens",
 )
+# Counts that sizes in memory follow from.
+_BOUNDED = ("patch_size", "temporal_patch_size", "merge_size")
+MAX_BOUNDED = 1024
+MAX_NUMBER = 1e6
 _TRIPLES = ("image_mean", "image_std")
 # `size` says nothing here: the canvas follows from the token limits alone.
 _IGNORED = ("size", "return_tensors")
@@ -69,11 +72,12 @@ class MediaSettings:
             return cls()
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            if not isinstance(document, dict):
+                raise CheckpointError(f"{path}: expected a JSON object")
+            # Inside, since naming a deeply nested value recurses too.
+            return cls.from_dict(document, str(path))
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise CheckpointError(f"{path}: expected a JSON object")
-        return cls.from_dict(document, str(path))
 
     @classmethod
     def from_dict(cls, document: Mapping[str, object], where: str) -> "MediaSettings":
@@ -111,15 +115,17 @@ class MediaSettings:
 
 
 def _count(value: object, key: str, problems: list[str]) -> int:
-    if type(value) is int and value >= 1:
+    is_bounded = key in _BOUNDED
+    if type(value) is int and value >= 1 and not (is_bounded and value > MAX_BOUNDED):
         return value
-    problems.append(f"{key} is {value!r}, expected a whole number of at least 1")
+    expected = f"from 1 to {MAX_BOUNDED}" if is_bounded else "of at least 1"
+    problems.append(f"{key} is {value!r}, expected a whole number {expected}")
     return 1
 
 
 def _triple(value: object, key: str, problems: list[str]) -> tuple[float, ...]:
     if isinstance(value, list) and len(value) == 3:
-        numbers = [v for v in value if isinstance(v, int | float) and math.isfinite(v)]
+        numbers = [v for v in value if isinstance(v, int | float) and abs(v) <= MAX_NUMBER]
         if len(numbers) == 3 and (key != "image_std" or min(numbers) > 0):
             return tuple(float(v) for v in numbers)
     problems.append(f"{key} is {value!r}, expected three numbers")
@@ -127,7 +133,7 @@ def _triple(value: object, key: str, problems: list[str]) -> tuple[float, ...]:
 
 
 def _positive(value: object, problems: list[str]) -> float:
-    if isinstance(value, int | float) and math.isfinite(value) and value > 0:
+    if isinstance(value, int | float) and 0 < value <= MAX_NUMBER:
         return float(value)
     problems.append(f"rescale_factor is {value!r}, expected a number above 0")
     return 1.0

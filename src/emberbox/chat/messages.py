@@ -12,6 +12,7 @@ shows no ids.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image_url", "input_image", "image")
 VIDEO_PARTS = ("video",)
+# Levels of lists and objects in tool arguments and tool schemas; what walks them is recursive.
+MAX_DEPTH = 64
 
 Message = dict[str, Any]
 
@@ -95,6 +98,7 @@ def _check_tool(tool: object, path: str) -> dict[str, Any]:
     _required_text(function, "name", inner)
     if not isinstance(function.get("parameters") or {}, Mapping):
         raise RequestError(f"{inner}.parameters: expected an object", param=f"{inner}.parameters")
+    _check_json(tool, path)
     return dict(tool)
 
 
@@ -251,7 +255,22 @@ def _parse_arguments(arguments: object, path: str) -> dict[str, Any]:
             ) from error
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         raise RequestError(f"{path}: expected a JSON object, got {_kind(arguments)}", param=path)
+    _check_json(arguments, path)
     return dict(arguments)
+
+
+def _check_json(value: object, path: str, depth: int = 1) -> None:
+    """Refuses what nests deeper than `MAX_DEPTH` (a cycle does) and numbers JSON cannot hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RequestError(f"{path}: holds a number that is not finite", param=path)
+    if not isinstance(value, Mapping | list | tuple):
+        return
+    if depth > MAX_DEPTH:
+        raise RequestError(
+            f"{path}: nests more than {MAX_DEPTH} levels deep", param=path, hint="flatten it"
+        )
+    for item in value.values() if isinstance(value, Mapping) else value:
+        _check_json(item, path, depth + 1)
 
 
 def _refuse_constant(name: str) -> float:

@@ -1,7 +1,9 @@
 """The checkpoint's chat template: messages in, a prompt whose special tokens are its own out.
 
 The template is code from the checkpoint and runs in jinja's sandbox; what messages hold is data
-and can neither be run nor become a special token (`template_text`). Knows no token ids.
+and can neither be run nor become a special token (`template_text`). The sandbox bounds what a
+template reaches, not how long it runs or how much it writes: a template is trusted to end. Knows no
+token ids.
 
 Thinking off is done here, since the released template has no switch for it (architecture.md 9):
 effort becomes `low` and the open `<think>` of the generation prompt is closed at once.
@@ -28,6 +30,10 @@ REASONING_EFFORTS = ("low", "high", "max")
 # Placeholder the template must write for each picture or clip.
 PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>"}
 
+# Not handed to templates: these make long text out of one number.
+_NO_GLOBALS = ("lipsum", "cycler", "joiner")
+_NO_FILTERS = ("center", "format", "indent", "wordwrap")
+
 # Names under which the render hands the guard to the `tojson` filter.
 _MARK, _GUARD = "emberbox_mark", "emberbox_guard"
 
@@ -37,11 +43,15 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Collection[str], where: str) -> None:
         self._guard = TokenGuard(special_tokens)
-        self._where = where
+        self._name = Path(where).name  # for clients, whom the server's folders do not concern
         # Both blank options are what templates in the wild are written for.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
+        for name in _NO_GLOBALS:
+            del environment.globals[name]
+        for name in _NO_FILTERS:
+            del environment.filters[name]
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         try:
@@ -109,16 +119,16 @@ class ChatTemplate:
 
     def _run(self, variables: dict[str, Any]) -> tuple[str, str]:
         """The rendered text and the mark that protects what messages spell in it."""
-        mark = self._guard.choose_mark([variables["messages"], variables.get("tools")])
-        protected = dict(variables)
-        protected["messages"] = [self._protect_message(m, mark) for m in variables["messages"]]
-        if "tools" in variables:
-            protected["tools"] = self._guard.protect_all(variables["tools"], mark)
         try:
+            mark = self._guard.choose_mark([variables["messages"], variables.get("tools")])
+            protected = dict(variables)
+            protected["messages"] = [self._protect_message(m, mark) for m in variables["messages"]]
+            if "tools" in variables:
+                protected["tools"] = self._guard.protect_all(variables["tools"], mark)
             return self._template.render({**protected, _MARK: mark, _GUARD: self._guard}), mark
         except jinja2.TemplateError as error:
             raise RequestError(
-                f"the chat template ({self._where}) refuses the messages: {error}",
+                f"the chat template ({self._name}) refuses the messages: {error}",
                 param="messages",
             ) from error
         except (
@@ -128,9 +138,10 @@ class ChatTemplate:
             LookupError,
             ArithmeticError,
             RecursionError,
+            MemoryError,
         ) as error:
             raise RequestError(
-                f"the chat template ({self._where}) cannot render these messages: {error}",
+                f"the chat template ({self._name}) cannot render these messages: {error}",
                 param="messages",
                 hint="the template may need another form of message; try plain text content",
             ) from error
@@ -154,7 +165,7 @@ class ChatTemplate:
             given = [ref.param for ref in conversation.media if ref.kind == kind]
             if given and text.count(token) != len(given):
                 raise RequestError(
-                    f"{given[0]}: the chat template ({self._where}) wrote {text.count(token)} "
+                    f"{given[0]}: the chat template ({self._name}) wrote {text.count(token)} "
                     f"{token} for {len(given)} {kind}(s)",
                     param=given[0],
                     hint=f"use a checkpoint whose template shows each {kind} in this role",

@@ -18,6 +18,8 @@ from emberbox.chat.template_text import TemplateText, TokenGuard, whole_unicode
 from emberbox.errors import CheckpointError, RequestError
 
 TOKENIZER_FILE = "tokenizer.json"
+# Ids index tables in memory; vocabularies in the wild stay below a sixteenth of it.
+MAX_TOKEN_ID = 2**24 - 1
 
 # Special tokens that structure a reply (architecture.md 9). Parsers need to see them as text.
 MARKUP_TOKENS = (
@@ -55,6 +57,7 @@ class Tokenizer:
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(f"{path}: the tokenizers library refuses it: {error}") from error
         tokenizer = cls(plain, special, path)
+        tokenizer._check_ids()
         tokenizer._check_specials_stay_plain()
         return tokenizer
 
@@ -136,6 +139,21 @@ class Tokenizer:
             table[token_id] = token.encode()
         return tuple(table)
 
+    def _check_ids(self) -> None:
+        """No id beyond the limit, and none that is a special token and another word at once."""
+        name_of_id = {token_id: name for name, token_id in self._special.items()}
+        for word, token_id in self._plain.get_vocab(with_added_tokens=False).items():
+            if token_id > MAX_TOKEN_ID:
+                raise CheckpointError(
+                    f"{self._path}: {word!r} has id {token_id}; the highest allowed is "
+                    f"{MAX_TOKEN_ID}"
+                )
+            if name_of_id.get(token_id, word) != word:
+                raise CheckpointError(
+                    f"{self._path}: id {token_id} is the added token {name_of_id[token_id]!r} and "
+                    f"the word {word!r} of the vocabulary"
+                )
+
     def _check_specials_stay_plain(self) -> None:
         """A vocabulary that also holds a special token as a word would let text reach its id."""
         for name in self._special:
@@ -175,6 +193,10 @@ def special_tokens_of(document: Mapping[str, object], path: Path) -> dict[str, i
         content, token_id = entry.get("content"), entry.get("id")
         if not isinstance(content, str) or not content or type(token_id) is not int or token_id < 0:
             raise CheckpointError(f"{where} lacks a text content or a number id")
+        if token_id > MAX_TOKEN_ID:
+            raise CheckpointError(
+                f"{where} ({content!r}) has id {token_id}; the highest allowed is {MAX_TOKEN_ID}"
+            )
         # Tokens that swallow blanks around them could not be encoded run by run.
         options = [name for name in ("lstrip", "rstrip", "single_word") if entry.get(name)]
         if options:

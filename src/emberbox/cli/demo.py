@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from emberbox.cli.flags import add_engine_flags, settings_from
+from emberbox.cli.flags import add_engine_flags, checkpoint_folder, settings_from
 from emberbox.errors import CheckpointError
 from emberbox.settings import EngineSettings, LogSettings
 
@@ -31,7 +31,11 @@ NEXT_STEPS = """where to go next:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this verb."""
     parser.add_argument(
-        "path", type=Path, nargs="?", metavar="PATH", help=f"default: {SHIPPED} of the repository"
+        "path",
+        type=checkpoint_folder,
+        nargs="?",
+        metavar="PATH",
+        help=f"default: {SHIPPED} of the repository",
     )
     add_engine_flags(parser)
 

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import TypeVar
 
 from emberbox.settings import (
@@ -28,6 +29,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="CPU threads (default: by the model's size)",
     )
     parser.add_argument("--log-level", dest="level", choices=LOG_LEVELS, help="default: info")
+
+
+def checkpoint_folder(text: str) -> Path:
+    """The type of a PATH argument; empty text, which `Path` takes for this folder, is refused."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def settings_from(kind: type[_Settings], args: argparse.Namespace) -> _Settings:

@@ -4,7 +4,10 @@ Exit code 0: done. 1: failed. 2: bad usage. Importing this module imports no ver
 """
 
 import argparse
+import contextlib
+import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +18,8 @@ from emberbox.cli import demo, doctor, serve
 from emberbox.errors import EmberboxError, SettingsError
 
 VERBS = (serve, demo, doctor)
+# What writing to a closed pipe or a full device fails with.
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
 
 
 def run() -> None:
@@ -24,6 +29,19 @@ def run() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    try:
+        code = _run_verb(argv)
+        print(end="", flush=True)  # so that output that cannot be written fails here
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        _drop_output()
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _run_verb(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     try:
         args = parser.parse_args(argv)
@@ -66,6 +84,14 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print JSON for machines")
         sub.set_defaults(run=verb.run)
     return parser
+
+
+def _drop_output() -> None:
+    """Sends what is still buffered nowhere; the interpreter would fail on it once more."""
+    with contextlib.suppress(OSError):  # standard output may be no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _report(error: EmberboxError, *, as_json: bool) -> None:

@@ -17,7 +17,7 @@ WARM_UP_MESSAGES = [{"role": "user", "content": "Hello"}]
 
 def open_llm(folder: Path, settings: EngineSettings) -> "LLM":
     """The LLM in `folder`, warmed up by one token. Raises CheckpointError, EnvironmentProblem."""
-    if not folder.is_dir():
+    if not _is_folder(folder):
         raise CheckpointError(
             f"{folder}: there is no such folder",
             hint="expected a checkpoint folder with config.json and safetensors files",
@@ -36,6 +36,13 @@ def open_llm(folder: Path, settings: EngineSettings) -> "LLM":
         torch.set_num_threads(1)
     llm.chat(WARM_UP_MESSAGES, SamplingParams(max_tokens=1))
     return llm
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # such as a name too long
+        return False
 
 
 def input_modalities(llm: "LLM") -> tuple[str, ...]:

@@ -5,9 +5,9 @@ import json
 import logging
 import os
 import signal
-from pathlib import Path
+from types import FrameType, TracebackType
 
-from emberbox.cli.flags import add_engine_flags, settings_from
+from emberbox.cli.flags import add_engine_flags, checkpoint_folder, settings_from
 from emberbox.settings import EngineSettings, LogSettings, ServeSettings
 
 NAME = "serve"
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this verb."""
-    parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
+    parser.add_argument("path", type=checkpoint_folder, metavar="PATH", help="checkpoint folder")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="default: 8000; 0 takes a free port")
     parser.add_argument("--model-name", help="name clients use (default: the folder's name)")
@@ -47,10 +47,8 @@ def run(args: argparse.Namespace) -> int:
     from emberbox.server.worker import EngineWorker
 
     logs.set_up(settings_from(LogSettings, args).level)
-    # After its own clean-up uvicorn raises the signal again; as an interrupt it ends here.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with bind(settings.host, settings.port) as bound:
+        with StopSignals() as stop, bind(settings.host, settings.port) as bound:
             llm = open_llm(args.path, engine_settings)
             with EngineWorker(llm, max_waiting=settings.max_waiting) as worker:
                 app = create_app(worker, settings, input_modalities=input_modalities(llm))
@@ -59,8 +57,48 @@ def run(args: argparse.Namespace) -> int:
                 ready = {"event": "ready", "url": url_of(bound), "pid": os.getpid()}
                 ready["model"] = settings.model_name or llm.model_id
                 text = f"serving {ready['model']} at {ready['url']}/v1 (stop with Ctrl-C)"
+                stop.check()
                 print(json.dumps(ready) if args.json else text, flush=True)
+                stop.check()
+                # After its own clean-up uvicorn raises the signal again; as an interrupt it ends.
                 serve(app, bound)
+                stop.check()
     except KeyboardInterrupt:
         log.info("stopped")
     return 0
+
+
+class StopSignals:
+    """SIGINT and SIGTERM as KeyboardInterrupt, and remembered: start-up code may swallow one.
+
+    A context manager, for the main thread; the former handlers come back at its end.
+    """
+
+    def __init__(self) -> None:
+        # No threading.Event: its lock would hang a handler that interrupts another one.
+        self._has_come = False
+
+    def __enter__(self) -> "StopSignals":
+        self._former = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt when a signal has come."""
+        if self._has_come:
+            raise KeyboardInterrupt
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._has_come = True
+        raise KeyboardInterrupt

@@ -38,6 +38,8 @@ def create_app(
         ],
         exception_handlers={HTTPException: _refuse_route},
     )
+    # A redirect would send the client to whatever host its own Host header names.
+    starlette.router.redirect_slashes = False
     return KeyGuard(starlette, settings.api_key) if settings.api_key else starlette
 
 

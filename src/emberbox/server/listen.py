@@ -26,7 +26,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # no host name (a..b) is a UnicodeError
         raise _cannot_listen(host, port, error) from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,8 +93,9 @@ def _server(app: ASGIApp) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> EnvironmentProblem:
+def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> EnvironmentProblem:
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
     return EnvironmentProblem(
-        f"cannot listen on {host} port {port}: {error.strerror or error}",
+        f"cannot listen on {host} port {port}: {reason}",
         hint="choose another --host or --port; --port 0 takes a free one",
     )
