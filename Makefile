@@ -15,7 +15,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
-.PHONY: help setup demo serve test soak check lint types floors size fresh docs fix clean
+.PHONY: help setup demo serve test mutants soak check lint types floors size fresh docs fix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -50,6 +50,9 @@ serve: $(VENV)/.demo ## serve the shipped nano model on this machine
 
 test: $(VENV)/.dev ## the tests that need no GPU (ARGS="-k name" narrows them)
 	@$(PYTEST) --numprocesses $(WORKERS) $(ARGS)
+
+mutants: $(VENV)/.dev ## known mistakes, made one at a time: every one must be caught
+	@$(BIN)/python tools/mutants.py --fast --write docs/mutants.md
 
 soak: $(VENV)/.dev ## the slow tests
 	@$(PYTEST) -m "slow and not gpu" $(ARGS)

@@ -29,8 +29,12 @@ TIMEOUT_S = 300
 HEADER = """# Mistakes and the tests that catch them
 
 Made by `make mutants`: each line is one edit of the source (`tools/mutants.toml`), applied alone
-to a copy, with the tests that then fail. Numbers are sections and items of
-[architecture](architecture.md).
+to a copy, with a test that then fails. Numbers are sections and items of
+[architecture](architecture.md). To see one of them caught:
+
+```console
+$ python tools/mutants.py --fast --only "post without"
+```
 
 | mistake | where | in | caught by |
 |---|---|---|---|
@@ -216,6 +220,10 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="write the table to this file")
     args = parser.parse_args()
     mutants = [m for m in read_table(TABLE) if re.search(args.only, m.mistake, re.IGNORECASE)]
+    if not mutants:
+        parser.error(f"no mistake matches {args.only!r}")
+    if args.write and args.only:
+        parser.error("--write needs all mistakes; leave --only out")
     os.environ["OMP_NUM_THREADS"] = "1"
     # Imported here so that every child starts with them; emberbox itself each child imports anew.
     import torch
@@ -239,7 +247,7 @@ def main() -> int:
         print(table)
     for mutant in bad:
         print(f"not caught: {mutant.mistake} ({outcomes[mutant].trouble or 'survives'})")
-    return 1 if bad or not mutants else 0
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
