@@ -92,10 +92,11 @@ class WorkerFeed:
             worker.kill()
 
     def _pin(self) -> None:
+        pin = torch.cuda.is_available()  # page-locked memory is the driver's; tests have none
         while True:
             for each in self._queues:
                 index, arrays = each.get()
-                self._ready.put((index, as_tensors(arrays, pin=True)))
+                self._ready.put((index, as_tensors(arrays, pin=pin)))
 
 
 def _work(

@@ -100,8 +100,7 @@ def test_no_file_of_a_run_exceeds_16_megabytes(whole, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_workers_hand_out_the_same_batches_in_the_same_order(num_workers, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+def test_workers_hand_out_the_same_batches_in_the_same_order(num_workers):
     inline = InlineFeed(make_batch, SMALL, seed=7, first=5)
     feed = WorkerFeed(make_batch, SMALL, 7, 5, num_workers=num_workers)
     try:
