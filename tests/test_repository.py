@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -243,3 +244,9 @@ def test_setup_refuses_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_escapes_what_would_break_it() -> None:
     assert generate.table(("a", "b"), [("x|y", "1\n2")]).splitlines()[-1] == r"| x\|y | 1 2 |"
+
+
+def test_the_oracle_is_installed_at_its_pin() -> None:
+    """Tests against transformers skip themselves without it: here its absence is a failure."""
+    pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    assert f"transformers=={version('transformers')}" in pins

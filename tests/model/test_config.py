@@ -437,7 +437,7 @@ def test_records_are_frozen():
 
 
 def test_every_key_that_transformers_saves_is_accepted(tmp_path):
-    pytest.importorskip("transformers", minversion="5.24")
+    pytest.importorskip("transformers", minversion="5.24", reason="the oracle is transformers 5.24")
     from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig as Theirs
 
     tiny = tiny_config()

@@ -22,7 +22,7 @@ from emberbox.ops.rms_norm.reference import rms_norm
 from emberbox.ops.table import OpTable, bind_all
 from emberbox.ops.vision_attention.reference import rotate
 
-pytest.importorskip("transformers", minversion="5.24")
+pytest.importorskip("transformers", minversion="5.24", reason="the oracle is transformers 5.24")
 from transformers.models.glm5_next.configuration_glm5_next import (
     Glm5NextVisionConfig,
 )

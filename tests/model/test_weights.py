@@ -590,7 +590,7 @@ def expanded(text):
 @pytest.fixture(scope="module")
 def transformers_folder(tmp_path_factory):
     """The tiny model, built and saved by transformers in fp32, then loaded and saved in BF16."""
-    pytest.importorskip("transformers", minversion="5.24")
+    pytest.importorskip("transformers", minversion="5.24", reason="the oracle is transformers 5.24")
     from transformers.models.glm5_next import modeling_glm5_next as theirs
     from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig as Theirs
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5.24")
+pytest.importorskip("transformers", minversion="5.24", reason="the oracle is transformers 5.24")
 
 from tests.oracle import checkpoints
 from tests.oracle.harness import TABLES, TOLERANCE, Oracle, load_network
