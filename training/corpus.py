@@ -40,7 +40,9 @@ def read_all(packages: Sequence[Package], folder: Path) -> Documents:
     """Documents of all packages, each once, at most `MOST` of each package."""
     out: Documents = {kind: [] for kind in KINDS}
     for package in packages:
-        found = extract(folder / package.file)
+        found = extract(folder / package.file, package.exclude)
+        for path, words in found.dropped.items():
+            log.info("%s: %s left out: %s", package.name, path, words)
         for kind in KINDS:
             taken = _take(getattr(found, kind), MOST[kind])
             out[kind] += taken

@@ -1,19 +1,22 @@
 """Prose and code out of a package archive: documents, documentation strings, sources.
 
-Only (nearly) ASCII text of ordinary line length is taken; tests, vendored copies and data are not.
+Only (nearly) ASCII text of ordinary line length is taken; tests, vendored copies and data are not,
+nor what `training.licences` or a named exclusion keeps out.
 """
 
 import ast
 import re
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from training.licences import Exclusion, forbidden, unused
+
 SKIP = re.compile(
     r"(^|/)(tests?|testing|_vendor|vendor|vendored|extern|externals?|third_party|locale|locales|"
-    r"encodings|migrations|build|_build|node_modules|benchmarks?|_generated|conf/locale|"
+    r"encodings|migrations|(?<!doc/)build|_build|node_modules|benchmarks?|_generated|conf/locale|"
     r"project_templates?|news|newsfragments|changes|changelog|release|releases|releasenotes|"
     r"whats_new|whatsnew|themes|\.github)(/|$)",
     re.IGNORECASE,
@@ -38,10 +41,11 @@ HEADER = re.compile(r"\A(?:[ \t]*#[^\n]*\n|[ \t]*\n)+")
 
 @dataclass(slots=True)
 class Extract:
-    """Documents of one package."""
+    """Documents of one package; `dropped`: path of a file -> the words that keep it out."""
 
     prose: list[str] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
 
 
 def read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -67,21 +71,36 @@ def _is_wanted(name: str, size: int) -> bool:
     return name.endswith((".py", *DOCUMENT_SUFFIXES))
 
 
-def extract(path: Path) -> Extract:
-    """All of one archive."""
+def extract(path: Path, exclusions: Sequence[Exclusion] = ()) -> Extract:
+    """All of one archive that may be taken. Raises ValueError for an exclusion of nothing."""
     out = Extract()
+    paths = []
     for name, content in read_archive(path):
+        inside = name if path.suffix == ".whl" else name.partition("/")[2]
+        paths.append(inside)
+        if any(exclusion.covers(inside) for exclusion in exclusions):
+            continue
         text = _plain(content)
         if text is None:
             continue
-        if name.endswith(".py"):
-            out.prose += docstrings(text)
-            source = HEADER.sub("", text, count=1)  # licence headers teach nothing
-            if len(source) >= MIN_SOURCE and source.isascii():
-                out.code.append(source)
-        elif DOCUMENT_FOLDERS.search(name) and len(text) >= MIN_DOCUMENT:
-            out.prose.append(text)
+        words = forbidden(content.decode("utf-8"))
+        if words is not None:
+            out.dropped[inside] = words
+        else:
+            _take(out, name, text)
+    if idle := unused(exclusions, paths):
+        raise ValueError(f"{path.name}: exclusions that name no file: {', '.join(idle)}")
     return out
+
+
+def _take(out: Extract, name: str, text: str) -> None:
+    if name.endswith(".py"):
+        out.prose += docstrings(text)
+        source = HEADER.sub("", text, count=1)  # licence headers teach nothing
+        if len(source) >= MIN_SOURCE and source.isascii():
+            out.code.append(source)
+    elif DOCUMENT_FOLDERS.search(name) and len(text) >= MIN_DOCUMENT:
+        out.prose.append(text)
 
 
 def docstrings(source: str) -> Iterator[str]:

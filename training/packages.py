@@ -6,6 +6,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from training.licences import Exclusion
 
 TABLE = Path(__file__).parent / "packages.toml"
 # Wheels are taken for this platform everywhere, so that the hashes hold on every machine.
@@ -27,7 +30,10 @@ SDIST_OPTIONS = ["--no-binary=:all:"]
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One line of the table. `held_out`: its text stands in no training row, whole."""
+    """One line of the table. `held_out`: its text stands in no training row, whole.
+
+    `licence` is that of what is taken; `exclude` names what is not, each with its reason.
+    """
 
     name: str
     version: str
@@ -35,6 +41,7 @@ class Package:
     sha256: str
     licence: str
     held_out: bool = False
+    exclude: tuple[Exclusion, ...] = ()
 
     @property
     def is_wheel(self) -> bool:
@@ -44,7 +51,12 @@ class Package:
 def read_packages(path: Path = TABLE) -> tuple[Package, ...]:
     """Sorted by name. Raises TypeError for an unknown or missing field."""
     raw = tomllib.loads(path.read_text(encoding="utf-8"))["package"]
-    return tuple(sorted((Package(**entry) for entry in raw), key=lambda each: each.name))
+    return tuple(sorted(map(_package, raw), key=lambda each: each.name))
+
+
+def _package(entry: dict[str, Any]) -> Package:
+    exclude = tuple(Exclusion(**each) for each in entry.pop("exclude", ()))
+    return Package(**entry, exclude=exclude)
 
 
 def download(packages: Sequence[Package], folder: Path) -> None:
