@@ -1,7 +1,7 @@
 """Train ember-nano, in pieces that follow each other.
 
-    python -m training.train --out RUN --seconds 480 --total-seconds 800
-    python -m training.train --out RUN --seconds 480 --total-seconds 800 --resume
+    python -m training.train --out RUN --seconds 460 --total-seconds 890
+    python -m training.train --out RUN --seconds 460 --total-seconds 890 --resume
     python -m training.train --out RUN --seconds 120 --total-seconds 120 --resume --repair 0.4
 
 The schedule runs over --total-seconds of training, summed over the pieces of a stage; what a piece
@@ -203,8 +203,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
     """The command line as a plan."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--seconds", type=float, default=800, help="of this piece")
-    parser.add_argument("--total-seconds", type=float, default=800, help="of the whole stage")
+    parser.add_argument("--seconds", type=float, default=890, help="of this piece")
+    parser.add_argument("--total-seconds", type=float, default=890, help="of the whole stage")
     parser.add_argument("--resume", action="store_true", help="go on from --out")
     parser.add_argument("--fresh-optimiser", action="store_true", help="only weights were kept")
     parser.add_argument("--repair", type=float, help="last stage, from this share of the rate")

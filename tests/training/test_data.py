@@ -61,7 +61,7 @@ def test_data_do_not_change_unnoticed(text):
     """A new digest means new training data: change it knowingly, and retrain."""
     ids, weights, _ = Maker(TOKENS, text).batch(3, Bucket(length=512, share=1, rows=16))
     digest = hashlib.sha256(ids.tobytes() + weights.tobytes()).hexdigest()[:16]
-    assert digest == "7988a74b1aeb1f1d"
+    assert digest == "aff7be5bcbab4455"
 
 
 def test_purposes_never_share_a_stream():
@@ -227,6 +227,35 @@ def test_a_misfit_asks_for_no_offered_tool(seed):
     assert len(made.tools) >= 1
     assert made.turns[0].reply == tool_use.NO_TOOL
     assert not any(tool["name"] in made.turns[0].user for tool in made.tools)
+
+
+def test_most_misfits_are_made_up_and_near_to_an_offered_name():
+    made_up = near = few = 0
+    for seed in range(400):
+        made = tool_use.tool_chat(dice(seed), ["tool_none"])
+        names = [tool["name"] for tool in made.tools]
+        assert len(set(names)) == len(names)
+        assert 1 <= len(names) <= 4
+        few += len(names) < 3
+        asked = re.search(rf"\b({'|'.join(tool_use.VERBS)})_([a-z]+)\b", made.turns[0].user)
+        if asked:
+            made_up += 1
+            near += any({asked[1], asked[2]} & set(name.split("_")) for name in names)
+    assert made_up >= 220
+    assert near >= 160
+    assert 120 < few < 280
+
+
+def test_calls_too_are_offered_names_near_to_theirs():
+    near = 0
+    for seed in range(300):
+        made = tool_use.tool_chat(dice(seed), ["tool_call"])
+        called = made.turns[0].reply.removeprefix("<tool_call>").partition("<")[0]
+        names = [tool["name"] for tool in made.tools]
+        assert called in names
+        words = set(called.split("_"))
+        near += any(words & set(name.split("_")) for name in names if name != called)
+    assert near >= 45
 
 
 def test_parallel_calls_are_two():

@@ -27,12 +27,12 @@ LOOK_UP_WEIGHT = 2.0  # an answer that had to be looked up in a long text
 PADDING_WEIGHT = -1.0
 HARD_SHARE = 0.35  # of retrieval: near-duplicate names, updated codes
 SINGLES: dict[Callable[[Dice], Turn], float] = {
-    basics.count_json: 1.3, basics.count_aloud: 0.8, basics.sums: 2.6, basics.echo: 2.6,
-    basics.fact: 1.6, basics.explain: 0.7, basics.code: 0.6, basics.chat: 0.7,
+    basics.count_json: 1.3, basics.count_aloud: 0.8, basics.sums: 2.6, basics.echo: 2.8,
+    basics.fact: 1.6, basics.explain: 0.7, basics.code: 0.6, basics.chat: 0.9,
     basics.lists: 1.3,
 }  # fmt: skip
-SHORT_MIX = {"chat": 4.0, "tools": 2.4, "retrieval": 2.2, "text": 2.4}
-LONG_MIX = {"chat": 0.7, "tools": 0.3, "retrieval": 4.0, "text": 1.8}  # rows above 1,024 tokens
+SHORT_MIX = {"chat": 4.0, "tools": 2.4, "retrieval": 2.2, "text": 3.4}
+LONG_MIX = {"chat": 0.7, "tools": 0.3, "retrieval": 4.0, "text": 2.2}  # rows above 1,024 tokens
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class RowMaker:
         return *row.finished(), scene.pixels
 
     def _text_row(self, length: int) -> tuple[NDArray[np.int64], Weights]:
-        source = self.text.kinds["prose" if self.dice.chance(0.55) else "code"]
+        source = self.text.kinds["prose" if self.dice.chance(0.6) else "code"]
         start = self.r.randrange(len(source) - length)
         ids = source[start : start + length].astype(np.int64)
         weights = np.full(length, TEXT_WEIGHT, np.float32)
@@ -173,9 +173,9 @@ class RowMaker:
     def _add_tools(self, row: Row, effort: str, system: str | None) -> None:
         """One to three exchanges with tools; fewer where the row is too short for them."""
         most = 1 if row.length < 512 else 3
-        kinds = ["tool_call", "tool_call", "tool_parallel", "tool_none"]
+        kinds = ["tool_call", "tool_call", "tool_parallel", "tool_none", "tool_none"]
         picked = [self.dice.pick(kinds) for _ in range(self.r.randint(1, most))]
-        made = tool_use.tool_chat(self.dice, picked)
+        made = tool_use.tool_chat(self.dice, picked, 2 if row.length < 512 else 4)
         if not self._add_head(row, head(effort, system, made.tools)):
             self._add_head(row, head(effort, system))
             self._add_singles(row, effort)

@@ -1,14 +1,17 @@
 """The generator's fixed material: words, facts and wordings, from the files in `tables/`."""
 
 import json
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "tables"
+SHORT_ONE_IN = 9  # lines of a grammar that are short forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,45 @@ def facts() -> Facts:
 
 @cache
 def wordings() -> Mapping[str, Wordings]:
-    """Intent -> wordings, of all three files; a name in two of them is a mistake."""
+    """Intent -> wordings, of all three files; a name in two of them is a mistake.
+
+    What training says of the intents in codes.toml is a grammar, spelled out.
+    """
     out: dict[str, Wordings] = {}
+    grammars = _read_toml("codes.toml")
     for name in ("wordings.toml", "tools.toml", "pictures.toml"):
         for intent, entry in _read_toml(name).items():
             if intent in out:
                 raise ValueError(f"{name}: {intent} stands in another file too; rename it")
-            out[intent] = _wordings(entry)
+            if intent in grammars:
+                out[intent] = Wordings(spelled_out(grammars[intent]), tuple(entry["held_out"]))
+            else:
+                out[intent] = _wordings(entry)
     return out
+
+
+def spelled_out(grammar: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Every sentence of a grammar of codes.toml: `value_first` and `name_first` alike in number."""
+    around = list(product(grammar["openers"], grammar["tails"]))
+    sides = [
+        [way for frame in grammar[side] for way in alternatives(frame)]
+        for side in ("value_first", "name_first")
+    ]
+    frames = [side[i % len(side)] for i in range(max(map(len, sides))) for side in sides]
+    long = [_sentence(opener, frame, tail) for frame in frames for opener, tail in around]
+    short = list(grammar["short"])
+    return (*long, *short * (len(long) // ((SHORT_ONE_IN - 1) * len(short))))
+
+
+def _sentence(opener: str, frame: str, tail: str) -> str:
+    """Names and codes keep their letters at the beginning, words get a capital."""
+    return opener + (frame if opener else frame[0].upper() + frame[1:]) + tail
+
+
+def alternatives(pattern: str) -> list[str]:
+    """All that `(a|b) c` stands for: `a c` and `b c`."""
+    parts = [part.split("|") for part in re.split(r"[()]", pattern)]
+    return ["".join(choice) for choice in product(*parts)]
 
 
 @cache

@@ -17,6 +17,9 @@ PROPERTIES = {
     "mode": "string", "target": "string", "speed": "number", "path": "string", "tags": "array",
 }  # fmt: skip
 NO_TOOL = "None of my tools can do that."
+MADE_UP_MISFIT = 0.65  # of the requests that no tool fits; the others ask for a known tool
+MADE_UP_EXTRA = 0.6  # of the tools that nobody asks for
+NEAR = 0.75  # of both, where a made-up tool is offered: named as it but for the verb or the noun
 Schema = dict[str, object]
 
 
@@ -160,9 +163,24 @@ def _value(dice: Dice, kind: str) -> object:
     return dice.pick(words().words) if dice.chance(0.7) else noise(dice, 2)
 
 
+def _made_up(dice: Dice) -> str:
+    return f"{dice.pick(VERBS)}_{dice.pick(words().words)}"
+
+
+def _near(dice: Dice, name: str) -> str:
+    """The same verb with another noun, or the same noun with another verb."""
+    verb, noun = name.split("_")
+    other = _made_up(dice).split("_")
+    return f"{verb}_{other[1]}" if dice.chance(0.5) else f"{other[0]}_{noun}"
+
+
 def _free(dice: Dice) -> Use:
-    """A tool of a made-up name with up to three arguments of any type."""
-    name = f"{dice.pick(VERBS)}_{dice.pick(words().words)}"
+    """A tool of a made-up name."""
+    return _tool_named(dice, _made_up(dice))
+
+
+def _tool_named(dice: Dice, name: str) -> Use:
+    """A tool with up to three arguments of any type."""
     kinds = dict(dice.r.sample(list(PROPERTIES.items()), dice.r.randint(1, 3)))
     arguments = {key: _value(dice, kind) for key, kind in kinds.items()}
     said = " and ".join(f"{key} {_shown(value)}" for key, value in arguments.items())
@@ -218,24 +236,37 @@ def request_of(dice: Dice, uses: list[Use]) -> str:
 
 
 def misfit(dice: Dice, offered: Mapping[str, Schema]) -> Turn:
-    """A request for a tool that is not among the offered ones."""
+    """A request for a tool that is not among the offered ones: most often one of a made-up name."""
     while True:
-        use = dice.pick(MAKERS)(dice)
+        use = _other(dice, offered, MADE_UP_MISFIT)
         if use.name not in offered:
             return Turn("tool_none", use.request, NO_TOOL)
 
 
-def tool_chat(dice: Dice, kinds: list[str]) -> ToolChat:
-    """One exchange per kind (`tool_call`, `tool_parallel`, `tool_none`), extra tools beside."""
+def _other(dice: Dice, offered: Mapping[str, Schema], made_up_share: float) -> Use:
+    """A known tool, or a made-up one: near to one of those that are offered where there is one."""
+    if not dice.chance(made_up_share):
+        return dice.pick(KNOWN)(dice)
+    made_up = [name for name in offered if name.split("_")[0] in VERBS]
+    if made_up and dice.chance(NEAR):
+        return _tool_named(dice, _near(dice, dice.pick(made_up)))
+    return _free(dice)
+
+
+def tool_chat(dice: Dice, kinds: list[str], most: int = 4) -> ToolChat:
+    """One exchange per kind (`tool_call`, `tool_parallel`, `tool_none`), extra tools beside.
+
+    At most `most` tools, unless the exchanges need more; names near to each other among them.
+    """
     offered: dict[str, Schema] = {}
     exchanges: list[list[Use]] = []
     for kind in kinds:
         uses = {"tool_call": single, "tool_parallel": parallel}.get(kind, lambda _: [])(dice)
         offered |= {use.name: use.schema for use in uses}
         exchanges.append(uses)
-    needed = 1 if not offered else 0
-    for _ in range(max(needed, dice.pick((0, 0, 1, 2)))):
-        extra = dice.pick(MAKERS)(dice)
+    wanted = len(offered) + dice.pick((0, 0, 1, 2, 3)) if offered else dice.r.randint(1, most)
+    while len(offered) < min(wanted, most):
+        extra = _other(dice, offered, MADE_UP_EXTRA)
         offered.setdefault(extra.name, extra.schema)
     turns: list[Turn] = []
     for uses in exchanges:
