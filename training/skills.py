@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 CONFIDENCE_Z = 1.959964  # 95 %
 STOPS_BAR = 0.995
+TOP1_BAR = 0.50  # of held-out prose and of code
+FIRST_DRAFT_BAR = 0.50  # on held-out prose: the first draft is the trunk's choice
+CHAIN_BAR = 0.90  # on JSON and counting answers: all three drafts are
 HELD_OUT_POINTS = 0.10  # unseen wordings may lie this far below the bar's figure
 
 
@@ -121,13 +124,22 @@ class SkillResult:
         return Tally.of(each.passed for each in self.verdicts if each.held_out == held_out)
 
     @property
+    def failed(self) -> list[int]:
+        """Numbers of the items that did not pass."""
+        return [i for i, each in enumerate(self.verdicts) if not each.passed]
+
+    @property
+    def starts(self) -> int:
+        """Places at which a chain of drafts began."""
+        return sum(each.starts for each in self.verdicts)
+
+    @property
     def chains(self) -> list[float]:
         """Share of places where the first 1, 2, 3 drafts all hold; empty without such places."""
-        starts = sum(each.starts for each in self.verdicts)
-        if not starts:
+        if not self.starts:
             return []
         drafted = [each.chains for each in self.verdicts if each.chains]
-        return [round(sum(counts) / starts, 4) for counts in zip(*drafted, strict=True)]
+        return [round(sum(counts) / self.starts, 4) for counts in zip(*drafted, strict=True)]
 
     def misses(self) -> list[str]:
         """What lies below its bar, in words."""
