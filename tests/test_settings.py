@@ -27,6 +27,16 @@ from emberbox.settings import (
         (EngineSettings, {"device": "cuda:"}),
         (EngineSettings, {"dtype": "float16"}),
         (EngineSettings, {"num_threads": -1}),
+        (EngineSettings, {"max_model_len": 0}),
+        (EngineSettings, {"max_model_len": 64.0}),
+        (EngineSettings, {"max_running": 0}),
+        (EngineSettings, {"max_running": None}),
+        (EngineSettings, {"max_running": True}),
+        (EngineSettings, {"cache_tokens": -64}),
+        (EngineSettings, {"snapshot_bytes": -1}),
+        (EngineSettings, {"snapshot_bytes": "2 GB"}),
+        (EngineSettings, {"prefill_tokens": 0}),
+        (EngineSettings, {"prefill_tokens": 10**6}),
         (ServeSettings, {"host": ""}),
         (ServeSettings, {"port": 65536}),
         (ServeSettings, {"port": True}),
@@ -45,6 +55,19 @@ def test_a_value_that_is_not_accepted_is_named_with_what_is(kind, values):
     with pytest.raises(SettingsError, match=name) as caught:
         kind(**values)
     assert caught.value.hint
+
+
+def test_memory_settings_that_are_not_given_are_left_to_the_plan():
+    settings = EngineSettings()
+    assert (settings.max_running, settings.prefill_tokens) == (8, 512)
+    assert settings.max_model_len is settings.cache_tokens is settings.snapshot_bytes is None
+    assert EngineSettings(snapshot_bytes=0).snapshot_bytes == 0
+
+
+def test_a_cache_smaller_than_one_request_is_refused():
+    EngineSettings(cache_tokens=100, max_model_len=100)
+    with pytest.raises(SettingsError, match="cache_tokens: 99 is less than max_model_len, 100"):
+        EngineSettings(cache_tokens=99, max_model_len=100)
 
 
 def test_settings_are_frozen_and_refuse_unknown_names():

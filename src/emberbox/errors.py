@@ -3,6 +3,7 @@
 EmberboxError
 ├── SettingsError            a setting, flag or variable has a value we do not accept
 ├── EnvironmentProblem       the machine lacks something (a package, a device, memory)
+│   └── MemoryRefused        model, cache and workspace do not fit; says what each takes
 ├── OpError                  an operation was handed tensors outside its contract
 ├── NonFiniteLogits          the network computed something that is not a number
 ├── CheckpointError          a folder of weights is not what it should be
@@ -47,6 +48,10 @@ class SettingsError(EmberboxError):
 
 class EnvironmentProblem(EmberboxError):
     """The machine lacks something that was asked for."""
+
+
+class MemoryRefused(EnvironmentProblem):
+    """What was asked for does not fit; the text is the whole plan, the hint what to lower."""
 
 
 class OpError(EmberboxError):

@@ -17,6 +17,7 @@ PREFIX = "EMBERBOX_"
 DTYPES = ("auto", "bfloat16", "float32")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_PORT = 65535
+MAX_TOKENS = 2**40
 
 _Settings = TypeVar("_Settings", "EngineSettings", "ServeSettings", "LogSettings")
 
@@ -45,11 +46,22 @@ VARIABLES: tuple[Variable, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Where and how the network runs."""
+    """Where and how the network runs. `engine.memory_plan` chooses what is None.
+
+    `max_model_len`: prompt and reply of one request, in tokens. `max_running`: requests that are
+    computed at once. `cache_tokens`: tokens the cache holds, of all requests together.
+    `snapshot_bytes`: memory for points that later prompts can go on from; 0 keeps none.
+    `prefill_tokens`: prompt tokens of one step, of all requests together.
+    """
 
     device: str = "auto"
     dtype: str = "auto"
     num_threads: int = 0
+    max_model_len: int | None = None
+    max_running: int = 8
+    cache_tokens: int | None = None
+    snapshot_bytes: int | None = None
+    prefill_tokens: int = 512
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -61,6 +73,17 @@ class EngineSettings:
             )
         _one_of("dtype", self.dtype, DTYPES)
         _in_range("num_threads", self.num_threads, 0, 4096)
+        _whole_or_none("max_model_len", self.max_model_len, 1, MAX_TOKENS)
+        _whole("max_running", self.max_running, 1, 1024)
+        _whole_or_none("cache_tokens", self.cache_tokens, 1, MAX_TOKENS)
+        _whole_or_none("snapshot_bytes", self.snapshot_bytes, 0, 2**50)
+        _whole("prefill_tokens", self.prefill_tokens, 1, 65536)
+        if self.cache_tokens is not None and self.cache_tokens < (self.max_model_len or 1):
+            raise SettingsError(
+                f"cache_tokens: {self.cache_tokens} is less than max_model_len, "
+                f"{self.max_model_len}",
+                hint="the cache must hold at least one request of full length",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,3 +200,15 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise SettingsError(
             f"{name}: {value!r} is not accepted", hint=f"expected a number from {low} to {high}"
         )
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise SettingsError(
+            f"{name}: {value!r} is not accepted", hint=f"expected a whole number, {low} to {high}"
+        )
+
+
+def _whole_or_none(name: str, value: object, low: int, high: int) -> None:
+    if value is not None:
+        _whole(name, value, low, high)

@@ -16,9 +16,20 @@ from emberbox.settings import (
 
 _Settings = TypeVar("_Settings", EngineSettings, ServeSettings, LogSettings)
 
+MEMORY_FLAGS = (
+    ("--max-model-len", "TOKENS", "of a prompt and its reply (default: the model's, if it fits)"),
+    ("--max-running", "N", "requests computed at once (default: 8)"),
+    ("--cache-tokens", "TOKENS", "the cache holds, all requests together (default: what fits)"),
+    ("--snapshot-bytes", "BYTES", "to keep prompts for reuse; 0 keeps none (default: up to 2 GB)"),
+    ("--prefill-tokens", "TOKENS", "of prompts in one step (default: 512)"),
+)
+
+# What the flags below fill of EngineSettings.
+ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
+
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """--device, --dtype, --threads, --log-level."""
+    """--device, --dtype, --threads, --log-level, and those of memory and batching."""
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the activations (default: auto)")
     parser.add_argument(
@@ -29,6 +40,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="CPU threads (default: by the model's size)",
     )
     parser.add_argument("--log-level", dest="level", choices=LOG_LEVELS, help="default: info")
+    for flag, unit, text in MEMORY_FLAGS:
+        parser.add_argument(flag, type=int, metavar=unit, help=text)
+
+
+def as_flags(text: str) -> str:
+    """The same text with the settings of memory named as their flags are."""
+    for flag, _, _ in MEMORY_FLAGS:
+        text = text.replace(flag.strip("-").replace("-", "_"), flag)
+    return text
 
 
 def checkpoint_folder(text: str) -> Path:

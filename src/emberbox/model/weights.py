@@ -87,6 +87,11 @@ class Assignment:
         """Bytes to read."""
         return sum(info.num_bytes for placement in self.placements for info in placement.infos())
 
+    def loaded_bytes(self, item: int) -> int:
+        """Bytes in memory once loaded, where plain BF16 matrices take `item` bytes a weight."""
+        infos = [info for placement in self.placements for info in placement.infos()]
+        return sum(i.num_bytes * (item // 2 if i.dtype == "BF16" else 1) for i in infos)
+
     def without(self, part: Part) -> "Assignment":
         """The same, with the tensors of MTP layer or vision tower left on disk, as `spare`."""
         left = tuple(i for p in self.placements if p.part is part for i in p.infos())
