@@ -1,16 +1,20 @@
 """Identities that hold for any shape: two orders of one sum, a commit after a verify."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberbox.ops import kda_chunk, kda_verify, mla_attention
+from emberbox.ops import conv_step, hyper_mix, kda_chunk, kda_step, kda_verify, mla_attention
 from emberbox.ops.hyper_mix.reference import sinkhorn
 from emberbox.ops.index_scores.reference import index_scores
 from emberbox.ops.index_select.reference import index_select
+from emberbox.ops.inputs import Random
 from emberbox.ops.kda_commit.reference import kda_commit
 from emberbox.ops.numerics import relative_error
 from emberbox.ops.route_topk.reference import route_topk
+from emberbox.ops.short_conv.reference import short_conv
+from emberbox.ops.table import OPS
 
 seeds = st.integers(0, 10_000)
 
@@ -43,6 +47,66 @@ def test_commit_after_verify_equals_the_recurrence(seed, T, accepted):
     wanted_out, wanted_state = kda_chunk.OP.reference(**piece, state=before)
     assert torch.equal(out[:accepted], wanted_out)
     assert relative_error(state, wanted_state) < 1e-6
+
+
+@given(seed=seeds, B=st.integers(1, 6))
+def test_a_step_of_several_sequences_equals_each_alone(seed, B):
+    x = kda_step.make_inputs(B, 2, 8, dtype=torch.float32, seed=seed)
+    states, slots = x.pop("states"), x.pop("slots")
+    for function in (kda_step.OP.reference, kda_step.OP.load("cpu")):
+        changed = states.clone()
+        out = function(**x, states=changed, slots=slots)
+        for b, slot in enumerate(slots.tolist()):
+            own = (value[b : b + 1] for value in (*x["qkv"], x["gate"], x["beta"]))
+            wanted, state = kda_chunk.OP.reference(*own, states[slot])
+            assert relative_error(out[b : b + 1], wanted) < 5e-6
+            assert relative_error(changed[slot], state) < 5e-6
+        others = [n for n in range(len(states)) if n not in slots.tolist()]
+        assert torch.equal(changed[others], states[others])
+
+
+@given(seed=seeds, B=st.integers(1, 6), T=st.integers(1, 5))
+def test_convolution_token_by_token_equals_the_whole(seed, B, T):
+    r = Random(seed, torch.float32)
+    x, weight, history = r.normal(T, B, 5), r.normal(5, 4), r.normal(B, 3, 5)
+    for function in (conv_step.OP.reference, conv_step.OP.load("cpu")):
+        changed, slots = history.clone(), torch.arange(B)
+        steps = torch.stack([function(token, weight, changed, slots) for token in x])
+        for b in range(B):
+            assert relative_error(steps[:, b], short_conv(x[:, b], weight, history[b])) < 2e-6
+            assert torch.equal(changed[b], torch.cat([history[b], x[:, b]])[-3:])
+
+
+@given(seed=seeds, T=st.sampled_from([1, 2, 5]), S=st.sampled_from([3, 4]))
+def test_coefficients_hold_for_steep_logits(seed, T, S):
+    """The model's logits reach 20: 20 iterations do not converge there, so each of them counts."""
+    x = hyper_mix.make_inputs(T, S, 9, dtype=torch.float32, seed=seed)
+    x["scale"] = x["scale"] * 12
+    exact = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in x.items()}
+    wanted = hyper_mix.OP.reference(**exact)
+    for a, e, r in zip(
+        hyper_mix.OP.load("cpu")(**x), wanted, hyper_mix.OP.reference(**x), strict=True
+    ):
+        assert relative_error(a, e) <= max(5e-6, 2 * relative_error(r, e))
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "hyper_mix", "kda_inputs", "route_topk", "index_select"]
+)
+def test_kernels_on_numpy_views_keep_gradients(name):
+    op = OPS[name]
+    inputs = op.make_inputs(**op.cases[-1], dtype=torch.float32)
+    leaves = {n: v.requires_grad_() for n, v in inputs.items() if is_float(v)}
+    results = op.load("cpu")(**inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    wanted = op.reference(**inputs)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    assert leaves
+    assert [r.requires_grad for r in results] == [w.requires_grad for w in wanted]
+
+
+def is_float(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 @given(seed=seeds, T=st.integers(1, 9), N=st.integers(1, 40), K=st.integers(1, 40))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from emberbox import LLM
+from emberbox.settings import EngineSettings
 from tests.oracle.checkpoints import open_reference, write_checkpoint
 from tests.oracle.harness import TOLERANCE as RANDOM_TOLERANCE
 from tests.oracle.harness import Oracle, difference
@@ -16,7 +17,7 @@ TOLERANCE = 5e-4  # measured 2.5e-5
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(NANO, dtype="float32", device="cpu", max_model_len=512)
+    return LLM(NANO, EngineSettings(dtype="float32", device="cpu", max_model_len=512))
 
 
 @pytest.fixture(scope="module")
@@ -42,5 +43,5 @@ def test_scores_agree_on_folders_that_transformers_wrote(weights, seed, tmp_path
     write_checkpoint(tmp_path, weights, seed=seed)
     oracle = Oracle(weights, tmp_path)
     ids = oracle.token_ids(139, seed)
-    scorer = LLM(tmp_path, dtype="float32", device="cpu", max_model_len=192)
+    scorer = LLM(tmp_path, EngineSettings(dtype="float32", device="cpu", max_model_len=192))
     oracle.check(torch.cat(list(scorer.score(ids.tolist(), chunk=37))), ids)

@@ -1,5 +1,7 @@
 """Sparse multi-head latent attention with its pooled-key indexer (architecture.md 3.3, 3.4)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -7,10 +9,20 @@ from emberbox.model.batch import Span
 from emberbox.model.cache import Cache, SparsePast, SparseTokens, pool_complete
 from emberbox.model.config import TextConfig
 from emberbox.model.layers import LayerNorm, Linear, Parameters, RMSNorm, plain, split_last
+from emberbox.model.steps import Part, Steps
 from emberbox.ops.table import OpTable
 
 # T tokens of the batch, n new tokens of a span, N all its tokens, H heads, C latent width
 INDEX_NORM_EPS = 1e-6  # the indexer's LayerNorm; every other norm uses rms_norm_eps
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Rows that attend: x [n, hidden], their query latents [n, R], q [n, H, Dk]."""
+
+    x: Tensor
+    latent: Tensor
+    q: Tensor
 
 
 class Indexer:
@@ -43,10 +55,9 @@ class Indexer:
         weights = self.weights_proj(x.to(wide)) * config.index_n_heads**-0.5
         return split_last(q, config.index_n_heads, config.index_head_dim), weights
 
-    def select(
-        self, queries: Tensor, weights: Tensor, past: SparsePast, new: SparseTokens
-    ) -> Tensor:
+    def select(self, query: Query, past: SparsePast, new: SparseTokens) -> Tensor:
         """Token indices [n, K] for n new tokens that follow `past`; -1 where there is none."""
+        queries, weights = self.queries(query.x, query.latent)
         pool = self.config.index_kpool
         start, n = past.latents.shape[0], queries.shape[0]
         keys, gates = torch.cat([past.keys, new.keys]), torch.cat([past.gates, new.gates])
@@ -56,6 +67,18 @@ class Indexer:
         scores = self.ops.index_scores(queries, pooled, weights)
         positions = torch.arange(start, start + n, device=queries.device)
         return self.ops.index_select(scores, positions, pool, self.config.index_topk)
+
+    def select_steps(self, query: Query, steps: Steps, cache: Cache, layer: int) -> Tensor:
+        """Token indices [B, K] for one new token each, which the cache's `layer` already holds."""
+        pool, topk = self.config.index_kpool, self.config.index_topk
+        if (steps.last_position + 1) // pool <= topk // pool:  # every pool is chosen
+            every = torch.arange(steps.last_position + 1, device=query.x.device)
+            own = steps.positions.unsqueeze(-1)
+            return every.expand(len(own), -1).masked_fill(every > own, -1)
+        queries, weights = self.queries(query.x, query.latent)
+        pooled = cache.pooled_of(layer, steps)
+        scores = self.ops.index_scores(queries.unsqueeze(1), pooled, weights.unsqueeze(1))
+        return self.ops.index_select(scores.squeeze(1), steps.positions, pool, topk)
 
 
 class SparseAttention:
@@ -78,25 +101,43 @@ class SparseAttention:
         self.o = Linear.load(ops, params, f"{prefix}o_proj")
         self.indexer = Indexer(config, ops, params, f"{prefix}indexer.")
 
-    def __call__(self, x: Tensor, spans: tuple[Span, ...], cache: Cache | None) -> Tensor:
+    def __call__(self, x: Tensor, parts: tuple[Part, ...], cache: Cache | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. Without a cache every span starts a sequence."""
         config = self.config
         q_latent = self.q_a_norm(self.q_a(x))
         q = split_last(self.q_b(q_latent), config.num_attention_heads, config.qk_head_dim)
         latents = self.kv_a_norm(self.kv_a(x))
         keys, gates = self.indexer.keys(x)
-        index_q, index_w = self.indexer.queries(x, q_latent)
         outputs = []
-        for span in spans:
-            rows = slice(span.start, span.stop)
+        for part in parts:
+            rows = slice(part.start, part.stop)
             new = SparseTokens(latents[rows], keys[rows], gates[rows], self.indexer.ape)
-            past = self._empty(new) if cache is None else cache.read_sparse(self.index, span)
-            indices = self.indexer.select(index_q[rows], index_w[rows], past, new)
-            all_rows = torch.cat([past.latents, new.latents])
-            outputs.append(self.ops.mla_attention(q[rows], all_rows, self.kv_b, indices))
-            if cache is not None:
-                cache.write_sparse(self.index, span, new)
+            query = Query(x[rows], q_latent[rows], q[rows])
+            if isinstance(part, Steps):
+                assert cache is not None, "steps have a past"
+                outputs.append(self._step(query, new, part, cache))
+            else:
+                outputs.append(self._attend(query, new, part, cache))
         return self.o(torch.cat(outputs).flatten(1))
+
+    def _attend(self, query: Query, new: SparseTokens, span: Span, cache: Cache | None) -> Tensor:
+        """One span -> [n, H, Dv]."""
+        past = self._empty(new) if cache is None else cache.read_sparse(self.index, span)
+        indices = self.indexer.select(query, past, new)
+        all_rows = torch.cat([past.latents, new.latents])
+        out = self.ops.mla_attention(query.q, all_rows, self.kv_b, indices)
+        if cache is not None:
+            cache.write_sparse(self.index, span, new)
+        return out
+
+    def _step(self, query: Query, new: SparseTokens, steps: Steps, cache: Cache) -> Tensor:
+        """One token each of B sequences -> [B, H, Dv]. Written first: a token attends to itself."""
+        cache.write_steps(self.index, steps, new)
+        chosen = self.indexer.select_steps(query, steps, cache, self.index)  # [B, K]
+        rows = cache.latents_of(self.index, steps, chosen).flatten(0, 1)  # [B * K, C]
+        own = torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape)
+        own = own.masked_fill(chosen < 0, -1)
+        return self.ops.mla_attention(query.q, rows, self.kv_b, own)
 
     def _empty(self, new: SparseTokens) -> SparsePast:
         return SparsePast(

@@ -17,6 +17,7 @@ from torch import Tensor
 from emberbox.errors import OpError
 from emberbox.model.batch import Span
 from emberbox.model.config import PAGE_TOKENS, TextConfig
+from emberbox.model.steps import Part, Steps, in_parts
 from emberbox.ops.table import OpTable
 
 
@@ -114,9 +115,10 @@ class Cache:
         )
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def begin(self, spans: tuple[Span, ...]) -> None:
+    def begin(self, spans: tuple[Span, ...]) -> tuple[Part, ...]:
         """Check spans against what is allocated; call once per forward pass, before any layer.
 
+        Returns what the layers take: the spans, neighbouring ones of one written token as Steps.
         Raises OpError when a slot still waits for a commit or the pages do not cover the tokens.
         """
         for span in spans:
@@ -135,6 +137,7 @@ class Cache:
         for span in spans:
             if span.num_verify:
                 self._pending[span.slot] = _Pending(span)
+        return in_parts(spans, self.pool, self.latents.device)
 
     def read_kda(self, layer: int, span: Span) -> KdaPast:
         """State before the span's first token; zeros at position 0 whatever the slot held."""
@@ -170,6 +173,33 @@ class Cache:
             rest = SparseTokens(tokens.latents[n:], tokens.keys[n:], tokens.gates[n:], tokens.ape)
             self._pending[span.slot].sparse[layer] = rest
 
+    def write_steps(self, layer: int, steps: Steps, new: SparseTokens) -> None:
+        """Write one token of each sequence: latents, and its key to the ring or its pool's mean."""
+        self.latents[layer].flatten(0, 1).index_copy_(0, steps.rows, new.latents)
+        if steps.open_pools is not None:
+            members, rows = steps.open_pools.members, steps.open_pools.rows
+            self.ring_keys[layer].flatten(0, 1).index_copy_(0, rows, new.keys[members])
+            self.ring_gates[layer].flatten(0, 1).index_copy_(0, rows, new.gates[members])
+        if steps.full_pools is not None:
+            members, rows = steps.full_pools.members, steps.full_pools.rows
+            slots = steps.slots[members]
+            keys = torch.cat([self.ring_keys[layer, slots], new.keys[members, None]], dim=1)
+            gates = torch.cat([self.ring_gates[layer, slots], new.gates[members, None]], dim=1)
+            pooled = self.ops.index_pool(keys, gates, new.ape).to(self.pooled.dtype)
+            self.pooled[layer].flatten(0, 1).index_copy_(0, rows, pooled)
+
+    def pooled_of(self, layer: int, steps: Steps) -> Tensor:
+        """Pooled keys [B, P, D], as many as the longest sequence has; others' end in any values."""
+        num_pools = (steps.last_position + 1) // self.pool
+        pages = steps.table[:, : -(-num_pools * self.pool // PAGE_TOKENS)]
+        return self.pooled[layer, pages].flatten(1, 2)[:, :num_pools]
+
+    def latents_of(self, layer: int, steps: Steps, indices: Tensor) -> Tensor:
+        """Latents [B, K, C] of tokens `indices` [B, K]; the first token's where an index is -1."""
+        at = indices.clamp(min=0)
+        pages = steps.table.gather(1, at.div(PAGE_TOKENS, rounding_mode="floor"))
+        return self.latents[layer].flatten(0, 1)[pages * PAGE_TOKENS + at % PAGE_TOKENS]
+
     def commit(self, accepted: Mapping[int, int]) -> None:
         """Apply the first `accepted[slot]` tokens under verification of each slot, drop the others.
 
@@ -185,6 +215,10 @@ class Cache:
             pending = self._pending.pop(slot)
             if count:
                 self._apply(pending, count)
+
+    def is_waiting(self, slot: int) -> bool:
+        """Whether a slot has tokens under verification."""
+        return slot in self._pending
 
     def discard(self, slot: int) -> None:
         """Forget tokens under verification of a slot, if any (a request was aborted)."""

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from emberbox.model.attention import SparseAttention
-from emberbox.model.batch import Batch
+from emberbox.model.batch import Span
 from emberbox.model.cache import Cache
 from emberbox.model.config import TextConfig
 from emberbox.model.layers import Linear, Parameters, RMSNorm, plain
 from emberbox.model.moe import MixtureOfExperts
+from emberbox.model.steps import Part
 from emberbox.ops.table import OpTable
 
 
@@ -32,18 +33,18 @@ class MtpLayer:
         self.mlp = MixtureOfExperts(config, ops, params, f"{prefix}mlp.", config.mtp_experts)
 
     def __call__(
-        self, hidden: Tensor, next_embeds: Tensor, batch: Batch, cache: Cache | None
+        self, hidden: Tensor, next_embeds: Tensor, parts: tuple[Part, ...], cache: Cache | None
     ) -> Tensor:
         """hidden h_t [T, hidden], next_embeds embed(x_{t+1}) [T, hidden] -> d_t [T, hidden].
 
         lm_head(d_t) are the draft logits of x_{t+2}; d_t is the next step's h.
         """
-        first = [span.start for span in batch.spans if span.position == 0]
+        first = [p.start for p in parts if isinstance(p, Span) and p.position == 0]
         if first:  # the embedding at position 0 is zeroed, as vLLM does
             keep = torch.ones(next_embeds.shape[0], 1, dtype=next_embeds.dtype)
             keep[first] = 0
             next_embeds = next_embeds * keep.to(next_embeds.device)
         z = self.eh_proj(torch.cat([self.enorm(next_embeds), self.hnorm(hidden)], dim=-1))
-        z = z + self.attention(self.input_norm(z), batch.spans, cache)
+        z = z + self.attention(self.input_norm(z), parts, cache)
         z = z + self.mlp(self.post_norm(z))
         return self.head_norm(z)

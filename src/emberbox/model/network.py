@@ -19,6 +19,7 @@ from emberbox.model.layers import Linear, Parameters, RMSNorm, plain
 from emberbox.model.moe import FeedForward, MixtureOfExperts
 from emberbox.model.mtp import MtpLayer
 from emberbox.model.parameters import TEXT, VISUAL, mtp_prefix
+from emberbox.model.steps import Part
 from emberbox.model.vision import VisionTower
 from emberbox.ops.table import OpTable
 
@@ -49,9 +50,9 @@ class DecoderLayer:
             for hc, norm in names
         )
 
-    def __call__(self, streams: Tensor, spans: tuple[Span, ...], cache: Cache | None) -> Tensor:
+    def __call__(self, streams: Tensor, parts: tuple[Part, ...], cache: Cache | None) -> Tensor:
         """streams [T, S, hidden] -> [T, S, hidden]."""
-        streams = self.attention_hc(streams, partial(self.attention, spans=spans, cache=cache))
+        streams = self.attention_hc(streams, partial(self.attention, parts=parts, cache=cache))
         return self.mlp_hc(streams, self.mlp)
 
 
@@ -102,12 +103,11 @@ class Network:
         Written tokens change `cache`, tokens under verification do not (see Cache). Without a cache
         every span is a whole sequence from position 0.
         """
-        if cache is not None:
-            cache.begin(batch.spans)
+        parts = batch.spans if cache is None else cache.begin(batch.spans)
         x = self.embed(batch)
         streams = open_streams(x, self.config.text.hc_mult)
         for layer in self.layers:
-            streams = layer(streams, batch.spans, cache)
+            streams = layer(streams, parts, cache)
         return self.norm(mean_of_streams(streams))
 
     def draft(
@@ -120,9 +120,8 @@ class Network:
         """
         if self.mtp is None:
             raise LookupError("this checkpoint holds no MTP layer")
-        if cache is not None:
-            cache.begin(batch.spans)
-        return self.mtp(hidden, self.embedding[next_token_ids], batch, cache)
+        parts = batch.spans if cache is None else cache.begin(batch.spans)
+        return self.mtp(hidden, self.embedding[next_token_ids], parts, cache)
 
     def full(self, token_ids: Tensor, features: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Logits [B, T, vocab] of whole sequences of equal length, without a cache.

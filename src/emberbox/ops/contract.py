@@ -32,7 +32,8 @@ class Op(Generic[P, R]):
 
     `make_inputs(**case, dtype=..., seed=...)` returns keyword arguments of the reference.
     `tolerance` is the relative error (numerics.relative_error) against the reference evaluated on
-    float64 copies of the floating-point inputs, per activation dtype.
+    float64 copies of the floating-point inputs, per activation dtype. `updates` names the inputs
+    that are changed in place, and nothing else is: they count as outputs.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Op(Generic[P, R]):
     make_inputs: Callable[..., dict[str, object]]
     cases: tuple[Mapping[str, int], ...]
     tolerance: Mapping[torch.dtype, float]
+    updates: tuple[str, ...] = ()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
 
     def bind(self, device: torch.device, capability: tuple[int, int] = (0, 0)) -> "Bound[P, R]":

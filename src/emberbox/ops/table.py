@@ -13,6 +13,7 @@ from torch import Tensor
 
 from emberbox.formats.base import QuantTensor
 from emberbox.ops import (
+    conv_step,
     hyper_mix,
     hyper_update,
     index_pool,
@@ -21,6 +22,7 @@ from emberbox.ops import (
     kda_chunk,
     kda_commit,
     kda_inputs,
+    kda_step,
     kda_verify,
     linear,
     linear_quant,
@@ -44,8 +46,10 @@ OPS: Mapping[str, Op[..., Any]] = {
         hyper_mix.OP,
         hyper_update.OP,
         short_conv.OP,
+        conv_step.OP,
         kda_inputs.OP,
         kda_chunk.OP,
+        kda_step.OP,
         kda_verify.OP,
         kda_commit.OP,
         index_pool.OP,
@@ -73,8 +77,10 @@ class OpTable:
     hyper_mix: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hyper_update: Callable[..., Tensor]
     short_conv: Callable[..., Tensor]
+    conv_step: Callable[..., Tensor]
     kda_inputs: Callable[..., tuple[Tensor, Tensor, Tensor]]
     kda_chunk: Callable[..., tuple[Tensor, Tensor]]
+    kda_step: Callable[..., Tensor]
     kda_verify: Callable[..., tuple[Tensor, Tensor]]
     kda_commit: Callable[..., Tensor]
     index_pool: Callable[..., Tensor]

@@ -8,7 +8,7 @@ both float32 or wider.
 
 import torch
 
-from emberbox.ops.contract import Op
+from emberbox.ops.contract import Kernel, Op
 from emberbox.ops.hyper_mix.reference import hyper_mix
 from emberbox.ops.inputs import Random
 
@@ -30,6 +30,12 @@ OP = Op(
     name="hyper_mix",
     reference=hyper_mix,
     make_inputs=make_inputs,
-    cases=({"T": 1, "S": 4, "H": 5}, {"T": 7, "S": 4, "H": 33}),
+    cases=(
+        {"T": 1, "S": 4, "H": 5},
+        {"T": 1, "S": 3, "H": 5},
+        {"T": 7, "S": 4, "H": 33},
+        {"T": 300, "S": 4, "H": 33},
+    ),
     tolerance={torch.float32: 5e-6, torch.bfloat16: 4e-3},
+    kernels={"cpu": Kernel("emberbox.ops.hyper_mix.kernel_cpu:hyper_mix", "cpu")},
 )

@@ -6,7 +6,7 @@ Returns [T, S, H] in streams' dtype.
 
 import torch
 
-from emberbox.ops.contract import Op
+from emberbox.ops.contract import Kernel, Op
 from emberbox.ops.hyper_update.reference import hyper_update
 from emberbox.ops.inputs import Random
 
@@ -27,4 +27,5 @@ OP = Op(
     make_inputs=make_inputs,
     cases=({"T": 1, "S": 4, "H": 5}, {"T": 7, "S": 4, "H": 33}),
     tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3},
+    kernels={"cpu": Kernel("emberbox.ops.hyper_update.kernel_cpu:hyper_update", "cpu")},
 )

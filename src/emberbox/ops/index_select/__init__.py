@@ -8,7 +8,7 @@ does.
 
 import torch
 
-from emberbox.ops.contract import Op
+from emberbox.ops.contract import Kernel, Op
 from emberbox.ops.index_select.reference import index_select
 from emberbox.ops.inputs import Random
 
@@ -30,4 +30,5 @@ OP = Op(
     make_inputs=make_inputs,
     cases=({"T": 1, "P": 1}, {"T": 9, "P": 3}, {"T": 70, "P": 17}),
     tolerance={torch.float32: 0.0},
+    kernels={"cpu": Kernel("emberbox.ops.index_select.kernel_cpu:index_select", "cpu")},
 )

@@ -8,7 +8,7 @@ Returns q, k, g, all [T, H, D] in float32 or wider.
 
 import torch
 
-from emberbox.ops.contract import Op
+from emberbox.ops.contract import Kernel, Op
 from emberbox.ops.inputs import Random
 from emberbox.ops.kda_inputs.reference import kda_inputs
 
@@ -30,4 +30,5 @@ OP = Op(
     make_inputs=make_inputs,
     cases=({"T": 1, "H": 1, "D": 5}, {"T": 7, "H": 3, "D": 33}),
     tolerance={torch.float32: 2e-6, torch.bfloat16: 2e-6},  # outputs are float32 either way
+    kernels={"cpu": Kernel("emberbox.ops.kda_inputs.kernel_cpu:kda_inputs", "cpu")},
 )

@@ -14,7 +14,8 @@ def mla_attention(q: Tensor, latents: Tensor, kv_b: Tensor, indices: Tensor) -> 
     T, _, Dk = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     weight, rows = kv_b.to(wide), latents.to(wide)
-    absorbed = torch.einsum("thd,hdc->thc", q.to(wide) * Dk**-0.5, weight[:, :Dk])
+    scaled = (q.to(wide) * Dk**-0.5).transpose(0, 1)  # [H, T, Dk]
+    absorbed = torch.bmm(scaled, weight[:, :Dk]).transpose(0, 1)  # [T, H, C]
     step = max(1, BLOCK_ELEMENTS // (indices.shape[1] * rows.shape[1]))
     outputs = []
     for start in range(0, T, step):
@@ -23,5 +24,5 @@ def mla_attention(q: Tensor, latents: Tensor, kv_b: Tensor, indices: Tensor) -> 
         logits = absorbed[start : start + step] @ gathered.mT  # [t, H, K]
         logits = logits.masked_fill((chosen < 0).unsqueeze(1), float("-inf"))
         outputs.append(torch.softmax(logits, -1) @ gathered)
-    mixed = torch.cat(outputs)  # [T, H, C]
-    return torch.einsum("thc,hdc->thd", mixed, weight[:, Dk:]).to(q.dtype)
+    mixed = torch.cat(outputs).transpose(0, 1)  # [H, T, C]
+    return torch.bmm(mixed, weight[:, Dk:].mT).transpose(0, 1).to(q.dtype)

@@ -7,7 +7,7 @@ sum_k weights * down(swiglu(gate x, up x, limit)), [T, H] in x's dtype, summed i
 
 import torch
 
-from emberbox.ops.contract import Op
+from emberbox.ops.contract import Kernel, Op
 from emberbox.ops.inputs import Random
 from emberbox.ops.moe_experts.reference import moe_experts
 
@@ -32,6 +32,7 @@ OP = Op(
     name="moe_experts",
     reference=moe_experts,
     make_inputs=make_inputs,
-    cases=({"T": 1, "E": 3, "H": 7}, {"T": 9, "E": 5, "H": 24}),
+    cases=({"T": 1, "E": 3, "H": 7}, {"T": 9, "E": 5, "H": 24}, {"T": 300, "E": 5, "H": 7}),
     tolerance={torch.float32: 5e-6, torch.bfloat16: 1e-2},  # two bf16 roundings inside
+    kernels={"cpu": Kernel("emberbox.ops.moe_experts.kernel_cpu:moe_experts", "cpu")},
 )

@@ -5,7 +5,7 @@ x [..., D] any float, weight [D]; computed in float32 or wider, returned in x's 
 
 import torch
 
-from emberbox.ops.contract import Op
+from emberbox.ops.contract import Kernel, Op
 from emberbox.ops.inputs import Random
 from emberbox.ops.rms_norm.reference import rms_norm
 
@@ -21,4 +21,5 @@ OP = Op(
     make_inputs=make_inputs,
     cases=({"T": 1, "D": 7}, {"T": 5, "D": 128}),
     tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3},  # 4e-3: one bf16 rounding
+    kernels={"cpu": Kernel("emberbox.ops.rms_norm.kernel_cpu:rms_norm", "cpu")},
 )

@@ -7,7 +7,7 @@ int64 in descending order of s + bias, weights [T, k] float32 or wider.
 
 import torch
 
-from emberbox.ops.contract import Op
+from emberbox.ops.contract import Kernel, Op
 from emberbox.ops.inputs import Random
 from emberbox.ops.route_topk.reference import route_topk
 
@@ -29,4 +29,5 @@ OP = Op(
     make_inputs=make_inputs,
     cases=({"T": 1, "E": 5, "H": 7}, {"T": 9, "E": 33, "H": 40}),
     tolerance={torch.float32: 2e-6, torch.bfloat16: 2e-6},
+    kernels={"cpu": Kernel("emberbox.ops.route_topk.kernel_cpu:route_topk", "cpu")},
 )
