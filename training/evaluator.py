@@ -19,6 +19,7 @@ from emberbox.model.config import Glm5NextConfig
 from emberbox.model.layers import Operand
 from emberbox.model.weights import parameters_from_dict
 from emberbox.ops.table import bind_all
+from emberbox.settings import EngineSettings
 from emberbox.store.checkpoint import open_checkpoint
 from training.context import Context
 from training.data.cases import CaseMaker
@@ -148,7 +149,8 @@ class Evaluator:
         if self.setup.through == "graph":
             return self._graph_judge(TRAINED)
         dtype = self.setup.activations
-        return LlmJudge(LLM(self.setup.folder, device=self.setup.device, dtype=dtype))
+        settings = EngineSettings(device=self.setup.device, dtype=dtype)
+        return LlmJudge(LLM(self.setup.folder, settings))
 
     def _graph_judge(self, indexer: str) -> GraphJudge:
         network = self._untrained if indexer == RANDOM else self._network

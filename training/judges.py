@@ -136,7 +136,7 @@ class LlmJudge:
     def choices(self, case: Case) -> NDArray[np.int64]:
         """The most likely token at each place of the answer."""
         prompt = self.prompt(case, with_answer=True)
-        hidden = torch.cat(list(self.llm.loop.hidden(prompt)))
+        hidden = torch.cat(list(self.llm.hidden(prompt)))
         logits = self.llm.network.logits(hidden[len(case.prompt) - 1 :])
         choices: NDArray[np.int64] = logits.argmax(-1).cpu().numpy()
         return choices

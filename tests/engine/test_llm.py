@@ -1,10 +1,12 @@
 """LLM on the shipped, trained nano model: it answers, stops, streams, scores and refuses."""
 
 import json
+from itertools import islice, zip_longest
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from emberbox.engine.llm import LLM
 from emberbox.engine.request import FinishReason, Prompt, SamplingParams
@@ -16,6 +18,7 @@ from emberbox.errors import (
     RequestError,
     SettingsError,
 )
+from emberbox.settings import EngineSettings
 from emberbox.store.checkpoint import INDEX_NAME
 from tests.helpers.nano import NANO, nano_llm
 
@@ -29,6 +32,32 @@ def test_chat_answers_and_stops_by_itself():
     assert done.finish is FinishReason.STOP
     assert done.token_ids[-1] in nano_llm().config.text.eos_token_ids
     assert done.num_prompt_tokens == len(nano_llm().prepare_chat(QUESTION).token_ids)
+
+
+def test_a_stop_string_inside_the_thought_leaves_no_text():
+    llm = nano_llm()
+    question = [{"role": "user", "content": "What is 17 plus 25?"}]
+    whole = llm.chat(question)
+    assert whole.is_own_end
+    cut = llm.chat(question, SamplingParams(stop=(whole.reasoning[-4:],)))
+    assert (cut.finish, cut.is_own_end) == (FinishReason.STOP, False)
+    assert (cut.text, cut.reasoning) == ("", whole.reasoning[:-4])
+
+
+def test_a_chat_beyond_the_context_is_refused_with_both_numbers():
+    llm = nano_llm()
+    picture = {"type": "image", "image": Image.new("RGB", (2400, 2400))}
+    with pytest.raises(ContextLengthError, match=r"holds 16384 tokens and the prompt has 22\d\d\d"):
+        llm.prepare_chat([{"role": "user", "content": [picture] * 3}])
+
+
+def test_what_a_token_adds_to_a_reply():
+    llm = nano_llm()
+    special = llm.format.tokenizer.special_id
+    assert llm.reply_bytes(special("</think>")) == b"</think>"
+    assert llm.reply_bytes(special("<|user|>")) == b""
+    (letter,) = llm.format.tokenizer.encode("a")
+    assert llm.reply_bytes(letter) == b"a"
 
 
 def test_reasoning_is_apart_from_the_text():
@@ -107,26 +136,93 @@ def test_score_does_not_switch_gradients_off_for_its_caller():
     assert torch.is_grad_enabled()
 
 
-def test_a_prompt_that_lost_its_cache_to_another_is_refused_not_mixed_up():
+def test_streams_read_in_turn_give_what_they_give_alone():
     llm = nano_llm()
-    first, second = llm.score([5] * 60, chunk=50), llm.score([7] * 60, chunk=50)
-    next(first)
-    kept = [next(second)]
-    with pytest.raises(RequestError, match="another prompt took the cache"):
-        next(first)
-    kept.append(next(second))
-    assert torch.equal(torch.cat(kept), torch.cat(list(llm.score([7] * 60, chunk=50))))
-    stream = llm.stream(llm.prepare_chat(QUESTION), SamplingParams())
+    prompts = [llm.prepare_chat(QUESTION, enable_thinking=False), llm.prepare_chat(QUESTION)]
+    prompts.append(llm.prepare("The keeper counted the lamps in the hall"))
+    params = SamplingParams(max_tokens=15)
+    alone = [list(llm.stream(prompt, params)) for prompt in prompts]
+    streams = [llm.stream(prompt, params) for prompt in prompts]
+    in_turn = list(zip_longest(*streams))
+    assert [[e for e in events if e] for events in zip(*in_turn, strict=True)] == alone
+    assert not llm.has_work
+
+
+def test_scores_leave_running_streams_alone_and_each_other():
+    llm = nano_llm()
+    prompt = llm.prepare_chat(QUESTION, enable_thinking=False)
+    expected = list(llm.stream(prompt, SamplingParams()))
+    ids, others = list(range(100, 160)), list(range(500, 560))
+    whole = [llm.score_all(ids), llm.score_all(others)]
+    events, rows = [], ([], [])
+    scores = llm.score(ids, chunk=5), llm.score(others, chunk=5)
+    for event in llm.stream(prompt, SamplingParams()):
+        events.append(event)
+        for score, kept in zip(scores, rows, strict=True):
+            kept += list(islice(score, 1))
+    assert events == expected
+    for score, kept, each in zip(scores, rows, whole, strict=True):
+        assert kept
+        assert (torch.cat([*kept, *score]) - each).abs().max() < 2e-4
+
+
+def test_a_stream_that_is_closed_early_frees_its_pages():
+    llm = nano_llm()
+    llm.engine.scheduler.snapshots.clear()
+    prompt = llm.prepare_chat(QUESTION)
+    stream = llm.stream(prompt, SamplingParams())
     next(stream)
-    llm.chat(QUESTION)
-    with pytest.raises(RequestError, match="another prompt took the cache"):
-        list(stream)
+    assert (llm.stats().num_running, llm.stats().pages_used) == (1, 1)
+    stream.close()
+    assert (llm.stats().num_running, llm.stats().pages_used) == (0, 0)
+    assert not llm.has_work
+    assert not llm._mail
+
+
+def test_eight_prompts_together_equal_one_by_one():
+    llm = nano_llm()
+    texts = [f"{QUESTION[0]['content']} The keeper counted {n} lamps" for n in range(8)]
+    for params in (
+        SamplingParams(max_tokens=10),
+        SamplingParams(max_tokens=10, temperature=0.7, top_k=8, seed=4),
+    ):
+        together = llm.generate(texts, params)
+        alone = [llm.generate(text, params)[0] for text in texts]
+        assert [(d.token_ids, d.text, d.finish) for d in together] == [
+            (d.token_ids, d.text, d.finish) for d in alone
+        ]
+        assert len({d.token_ids for d in together}) > 1
+
+
+def test_one_bad_prompt_of_several_is_refused_before_any_work():
+    llm = nano_llm()
+    before = llm.stats()
+    with pytest.raises(RequestError, match="token 4096 at position 1"):
+        llm.generate([[5, 6], [5, 4096], [7]])
+    assert llm.stats() == before
+    assert not llm.has_work
+
+
+def test_a_completion_tells_how_much_of_its_prompt_was_cached():
+    llm = nano_llm()
+    llm.engine.scheduler.snapshots.clear()
+    question = [{"role": "user", "content": "The lamps in the hall. " * 20 + "What is 12 + 7?"}]
+    first = llm.chat(question, enable_thinking=False)
+    assert (first.num_cached_tokens, first.num_prompt_tokens > 100) == (0, True)
+    turns = [
+        *question,
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "Count from 3 to 9."},
+    ]
+    second = llm.chat(turns, enable_thinking=False)
+    suffix = llm.prepare_chat(question, enable_thinking=False).num_suffix_tokens
+    assert second.num_cached_tokens >= first.num_prompt_tokens - suffix
 
 
 def test_a_folder_without_a_tokenizer_can_be_scored(tmp_path):
     for file in [*NANO.glob("*.safetensors"), NANO / "config.json", NANO / INDEX_NAME]:
         (tmp_path / file.name).symlink_to(file)
-    llm = LLM(tmp_path, dtype="float32", device="cpu", max_model_len=64)
+    llm = LLM(tmp_path, EngineSettings(dtype="float32", device="cpu", max_model_len=64))
     ids = list(range(100, 120))
     assert torch.equal(llm.score_all(ids), nano_llm().score_all(ids))
     with pytest.raises(CheckpointError, match="tokenizer"):
@@ -162,11 +258,13 @@ def test_image_tokens_without_images_are_refused():
 )
 def test_settings_out_of_range_are_refused_before_loading(change):
     with pytest.raises(SettingsError):
-        LLM(NANO, **change)
+        LLM(NANO, EngineSettings(**change))
 
 
 def test_bfloat16_answers_too():
-    assert LLM(NANO, dtype="bfloat16", max_model_len=512).chat(QUESTION).text == ANSWER
+    assert (
+        LLM(NANO, EngineSettings(dtype="bfloat16", max_model_len=512)).chat(QUESTION).text == ANSWER
+    )
 
 
 def damaged(tmp_path, name, change):

@@ -6,6 +6,7 @@ from pathlib import Path
 from emberbox.engine.llm import LLM
 from emberbox.model.cache import Cache, CacheSize
 from emberbox.model.network import Network
+from emberbox.settings import EngineSettings
 
 NANO = Path(__file__).parents[2] / "models" / "ember-nano"
 
@@ -13,7 +14,7 @@ NANO = Path(__file__).parents[2] / "models" / "ember-nano"
 @cache
 def nano_llm() -> LLM:
     """ember-nano in float32 on the CPU."""
-    return LLM(NANO, dtype="float32", device="cpu")
+    return LLM(NANO, EngineSettings(dtype="float32", device="cpu"))
 
 
 def nano_network() -> Network:
