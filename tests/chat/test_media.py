@@ -171,14 +171,22 @@ def test_an_unknown_rate_is_24():
         ([picture(9, 9)], 0, "video"),
         ([picture(9, 9)], -1.0, "video"),
         ([picture(9, 9)], math.nan, "video"),
+        ([picture(9, 9)], 10**400, "video"),
+        ([picture(9, 9)], 5e-324, "video"),
         ([picture(9, 9), picture(9, 8)], 2, "video[1]"),
         ([picture(9, 9), b"junk"], 2, "video[1]"),
     ],
+    ids=lambda value: str(value)[:9] if isinstance(value, int | float) else "",
 )
 def test_bad_clips_are_refused(frames, fps, param):
     with pytest.raises(RequestError) as caught:
         prepare_video(frames, fps)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("fps", [0.01, 1000])
+def test_the_slowest_and_the_fastest_rate_are_taken(fps):
+    assert prepare_video([picture(9, 9)] * 3, fps).slice_seconds[0] == 0
 
 
 def fake(grid, seconds=()):

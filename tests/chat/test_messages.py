@@ -49,6 +49,10 @@ def call(**function):
         (content({"type": "image"}), "messages[1].content[0].image"),
         (content({"type": "video", "video": "x"}), "messages[1].content[0].video"),
         (content({"type": "video", "video": [], "fps": True}), "messages[1].content[0].fps"),
+        *(
+            (content({"type": "video", "video": [], "fps": fps}), "messages[1].content[0].fps")
+            for fps in (10**400, -(10**400), 5e-324, 0, -1, 0.0099, 1000.1, float("nan"), 1e400)
+        ),
         ([USER | {"tool_calls": [CALL]}], "messages[0].tool_calls"),
         ([assistant(reasoning_content=3)], "messages[0].reasoning_content"),
         ([assistant(function_call={})], "messages[0].function_call"),

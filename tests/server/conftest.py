@@ -1,4 +1,4 @@
-"""Live servers for the tests of this folder, with a scripted engine or the nano model."""
+"""Live servers for the tests of this folder: a scripted engine, or one that can talk."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ from openai import DefaultHttpxClient, OpenAI
 from emberbox.server.app import create_app
 from emberbox.server.listen import BackgroundServer, bind
 from emberbox.server.worker import Engine, EngineWorker
-from emberbox.settings import ServeSettings
+from emberbox.settings import EngineSettings, ServeSettings
 from tests.server.scripted import ScriptedEngine
 
 NANO = Path(__file__).resolve().parents[2] / "models" / "ember-nano"
@@ -27,12 +27,21 @@ class Live:
         fields.setdefault("messages", [{"role": "user", "content": "hi"}])
         return self.http.post("/v1/chat/completions", json=fields)
 
+    def complete(self, prompt: object = "hi", **fields: object) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt, **fields})
+
     def error(self, response: httpx.Response) -> dict[str, str | None]:
         body = response.json()
         assert set(body) == {"error"}
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert isinstance(body["error"]["code"], str)
         return body["error"]
+
+    def metric(self, name: str) -> float:
+        """The value of a metric's line, its labels included in the name."""
+        lines = self.http.get("/metrics").text.splitlines()
+        (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith(f"{name} ")]
+        return float(value)
 
 
 @contextmanager
@@ -74,7 +83,36 @@ def scripted() -> Iterator[Live]:
 @pytest.fixture(scope="session")
 def nano() -> Iterator[Live]:
     """The shipped model behind a server."""
+    with running(nano_engine(), ServeSettings(port=0, keepalive_seconds=0.2)) as live:
+        yield live
+
+
+def nano_engine() -> Engine:
+    """The shipped model, loaded."""
     from emberbox.engine.llm import LLM
 
-    with running(LLM(NANO, device="cpu"), ServeSettings(port=0, keepalive_seconds=0.2)) as live:
-        yield live
+    return LLM(NANO, EngineSettings(device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    """The address of a server of the shipped model that takes bodies of a megabyte."""
+    settings = ServeSettings(port=0, keepalive_seconds=0.2, max_body_bytes=1_000_000)
+    with running(nano_engine(), settings) as live:
+        yield live.url
+
+
+@pytest.fixture(scope="session")
+def http(server_url: str) -> Iterator[httpx.Client]:
+    """A plain HTTP client of that server."""
+    with httpx.Client(base_url=server_url, trust_env=False, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(server_url: str) -> Iterator[OpenAI]:
+    """The client people use, on that server."""
+    with DefaultHttpxClient(trust_env=False, timeout=120) as transport:
+        yield OpenAI(
+            base_url=f"{server_url}/v1", api_key="none", http_client=transport, max_retries=0
+        )

@@ -1,35 +1,18 @@
-"""Answers, streams, limits, failures and cancelling, on a live server with a scripted engine."""
+"""Answers, streams and limits, on a live server with a scripted engine."""
 
-import json
 import logging
 import socket
-import threading
 import time
+import tracemalloc
 from urllib.parse import urlsplit
 
-import httpx
 import openai
 import pytest
 
-from emberbox.engine.request import FinishReason
-from emberbox.errors import EnvironmentProblem, OpError
+from emberbox.engine.request import FinishReason, TokenEvent
+from emberbox.server.reply import Reply, TextReply
 from tests.server.scripted import ScriptedEngine
-
-HI = [{"role": "user", "content": "hi"}]
-
-
-def events(response: httpx.Response) -> list[dict]:
-    """The JSON of every event; the last line must be [DONE]."""
-    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def eventually(is_true, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not is_true() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return is_true()
+from tests.server.wire import events
 
 
 def test_a_plain_answer_has_every_part(start):
@@ -176,163 +159,6 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(start, str
 
 
 @pytest.mark.parametrize(
-    ("failure", "status", "code"),
-    [
-        (OpError("bad shape"), 500, "op_error"),
-        (EnvironmentProblem("no memory"), 503, "environment_problem"),
-        (ValueError("secret detail"), 500, "internal_error"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_an_engine_failure_ends_that_request_alone(start, caplog, failure, status, code):
-    caplog.set_level(logging.CRITICAL)
-    engine = ScriptedEngine()
-    engine.fail_at, engine.failure = 0, failure
-    live = start(engine)
-    response = live.post()
-    assert (response.status_code, live.error(response)["code"]) == (status, code)
-    assert "secret" not in response.text
-    engine.fail_at = None
-    assert live.post().status_code == 200
-
-
-def test_a_failure_in_mid_stream_is_an_error_event_and_no_done(start):
-    engine = ScriptedEngine()
-    engine.fail_at, engine.failure = 2, OpError("bad shape")
-    live = start(engine)
-    response = live.post(stream=True)
-    last = [line for line in response.text.split("\n") if line][-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "op_error"
-    assert "[DONE]" not in response.text
-    with pytest.raises(openai.APIError, match="bad shape"):
-        for _ in live.client.chat.completions.create(model="scripted", messages=HI, stream=True):
-            pass
-
-
-class ThreadDies(BaseException):
-    """Nothing catches this one but the thread's end."""
-
-
-def test_health_fails_once_the_engine_thread_has_died(start, caplog):
-    caplog.set_level(logging.CRITICAL + 1)
-    engine = ScriptedEngine()
-    live = start(engine)
-    assert live.http.get("/health").json()["status"] == "ok"
-    engine.fail_at, engine.failure = 1, ThreadDies()
-    response = live.post()
-    assert (response.status_code, live.error(response)["code"]) == (503, "engine_stopped")
-    assert eventually(lambda: live.http.get("/health").status_code == 503)
-    assert live.post().status_code == 503
-
-
-def test_requests_wait_in_order_and_a_full_queue_refuses(start):
-    engine = ScriptedEngine(["</think>x"])
-    engine.is_gated = True
-    live = start(engine, max_waiting=2)
-    answers: dict[str, int] = {}
-
-    def ask(name: str) -> None:
-        answers[name] = live.post(messages=[{"role": "user", "content": name}]).status_code
-
-    threads = []
-    for i in range(1, 4):
-        threads.append(threading.Thread(target=ask, args=("x" * i,)))
-        threads[-1].start()
-        assert eventually(lambda i=i: live.worker.num_open == i)
-    refused = live.post()
-    assert (refused.status_code, live.error(refused)["code"]) == (503, "server_overloaded")
-    assert refused.headers["retry-after"] == "5"
-    for _ in threads:
-        engine.gate.release()
-    for thread in threads:
-        thread.join(10)
-    assert answers == {"x": 200, "xx": 200, "xxx": 200}
-    assert [len(prompt.token_ids) for prompt, _ in engine.seen] == [1, 2, 3]
-
-
-def test_comment_lines_keep_a_silent_stream_alive_from_the_start(start):
-    engine = ScriptedEngine(["</think>", "x"])
-    engine.is_gated = True
-    live = start(engine, keepalive_seconds=0.05)
-    with live.http.stream(
-        "POST", "/v1/chat/completions", json={"messages": HI, "stream": True}
-    ) as response:
-        lines = response.iter_lines()
-        assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
-        engine.gate.release(2)
-        rest = [line for line in lines if line.startswith("data")]
-    assert rest[-1] == "data: [DONE]"
-
-
-def raw_request(live, body: dict) -> socket.socket:
-    url = urlsplit(live.url)
-    connection = socket.create_connection((url.hostname, url.port), timeout=10)
-    data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
-    return connection
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_the_server_within_a_step(start, stream):
-    engine = ScriptedEngine(["</think>"] + ["x"] * 1000, length=5000)
-    engine.is_gated = True
-    live = start(engine)
-    connection = raw_request(live, {"messages": HI, "stream": stream})
-    engine.gate.release(3)
-    if stream:
-        received = b""
-        while b'"content":"x"' not in received:
-            received += connection.recv(65536)
-    assert eventually(lambda: engine.num_steps == 3)
-    connection.close()
-    time.sleep(0.2)
-    engine.gate.release(1)  # the step that was under way
-    assert eventually(lambda: live.worker.num_open == 0)
-    assert engine.num_steps <= 4
-    assert live.worker.num_cancelled == 1
-    engine.is_gated = False
-    assert live.post(max_tokens=5).status_code == 200
-
-
-def test_a_waiting_request_whose_client_left_never_runs(start):
-    engine = ScriptedEngine(["</think>x"])
-    engine.is_gated = True
-    live = start(engine)
-    first = raw_request(live, {"messages": HI})
-    assert eventually(lambda: live.worker.num_open == 1)
-    second = raw_request(live, {"messages": [{"role": "user", "content": "gone"}]})
-    assert eventually(lambda: live.worker.num_open == 2)
-    second.close()
-    time.sleep(0.2)
-    engine.gate.release(1)
-    assert b"200 OK" in first.recv(65536)
-    first.close()
-    assert eventually(lambda: live.worker.num_open == 0)
-    assert [len(prompt.token_ids) for prompt, _ in engine.seen] == [2]
-
-
-def test_closing_the_worker_ends_open_streams_with_an_error_event(start):
-    engine = ScriptedEngine(["</think>"] + ["x"] * 100, length=500)
-    engine.is_gated = True
-    live = start(engine)
-    engine.gate.release(2)
-    connection = raw_request(live, {"messages": HI, "stream": True})
-    received = b""
-    while b'"content":"x"' not in received:
-        received += connection.recv(65536)
-    closing = threading.Thread(target=live.worker.close)
-    closing.start()
-    engine.gate.release(1)
-    closing.join(10)
-    while not received.endswith(b"0\r\n\r\n"):
-        received += connection.recv(65536)
-    connection.close()
-    assert b'"code":"engine_stopped"' in received
-    assert b"[DONE]" not in received
-
-
-@pytest.mark.parametrize(
     "head",
     [
         b"GARBAGE\r\n\r\n",
@@ -377,3 +203,50 @@ def test_prompts_are_not_logged(start, caplog):
     live.post(messages=[{"role": "user", "content": "private words"}], user="someone")
     assert "private" not in caplog.text
     assert "user" in caplog.text
+
+
+@pytest.mark.parametrize("named", ["stop", "stop_token_ids"])
+def test_a_stop_of_the_requests_inside_the_thought_publishes_no_thought(start, named):
+    engine = ScriptedEngine(["sec", "ret", "END"])
+    engine.has_own_end = named == "stop"
+    live = start(engine)
+    fields = {"stop": "END"} if named == "stop" else {"stop_token_ids": [2]}
+    (choice,) = live.post(**fields).json()["choices"]
+    thought = "secret" if named == "stop" else "secretEND"
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning_content"] == thought
+    deltas = [c["choices"][0]["delta"] for c in events(live.post(stream=True, **fields))]
+    assert "".join(delta.get("content", "") for delta in deltas) == ""
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought
+
+
+@pytest.mark.parametrize("route", ["chat", "text"])
+def test_a_plain_answer_builds_no_chunks(start, monkeypatch, route):
+    live = start(ScriptedEngine(["a", "</think>", "b", "c"]))
+
+    def refuse(*_, **__):
+        raise AssertionError("a chunk was built")
+
+    monkeypatch.setattr("emberbox.server.answer.ChunkChoice", refuse)
+    monkeypatch.setattr("emberbox.server.reply.Delta", refuse)
+    monkeypatch.setattr("emberbox.server.answer.TextAnswer._chunks", refuse)
+    if route == "chat":
+        answer = live.post(logprobs=True).json()["choices"][0]
+        assert (answer["message"]["content"], len(answer["logprobs"]["content"])) == ("bc", 4)
+    else:
+        answer = live.complete(logprobs=1).json()["choices"][0]
+        assert (answer["text"], len(answer["logprobs"]["tokens"])) == ("a</think>bc", 4)
+
+
+@pytest.mark.parametrize("make", [lambda: Reply(thinking=True), TextReply], ids=["chat", "text"])
+def test_a_token_copies_nothing_of_a_long_reply(make):
+    reply = make()
+    reply.push(TokenEvent(1, "t" * 2_000_000))
+    reply.push(TokenEvent(2, "</think>" + "c" * 2_000_000))
+    tracemalloc.start()
+    reply.push(TokenEvent(3, "x"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+    assert len(reply.content) >= 2_000_001

@@ -41,7 +41,7 @@ def test_the_model_is_listed_with_its_context_and_inputs(nano):
     (model,) = nano.client.models.list().data
     assert model.id == "ember-nano"
     assert model.max_model_len == 16384
-    assert model.input_modalities == ["text", "image"]
+    assert model.input_modalities == ["text", "image", "video"]
     assert nano.client.models.retrieve("ember-nano").id == "ember-nano"
 
 
@@ -173,7 +173,8 @@ def seconds_until_idle(nano) -> float:
 
 
 def test_comment_lines_go_out_while_the_prompt_is_read(nano):
-    with stream(nano, CODE.content) as response:
+    # Not the wording of another test: nothing of it may be remembered.
+    with stream(nano, f"Read all of this first. {CODE.content}") as response:
         lines = [line for line in response.iter_lines() if line]
     first_data = next(i for i, line in enumerate(lines) if line.startswith("data"))
     assert lines[:first_data] == [": keep-alive"] * first_data
@@ -205,6 +206,48 @@ def png(size: tuple[int, int]) -> bytes:
     held = io.BytesIO()
     Image.new("RGB", size, (30, 160, 50)).save(held, format="PNG")
     return held.getvalue()
+
+
+def clip(fps: object) -> list[dict[str, object]]:
+    """Four frames of 112 x 112."""
+    frames = [data_uri(png((112, 112)))[1]["image_url"]["url"]] * 4
+    return [
+        {"type": "video", "video": frames, "fps": fps},
+        {"type": "text", "text": "What happens in the clip?"},
+    ]
+
+
+def test_a_short_clip_is_taken_as_the_list_of_models_says(nano):
+    asked = {"role": "user", "content": "What happens in the clip?"}
+    text = nano.post(messages=[asked], max_tokens=1).json()["usage"]["prompt_tokens"]
+    answer = nano.post(messages=[{"role": "user", "content": clip(2)}], max_tokens=8)
+    assert answer.status_code == 200
+    # Its edges; two slices of 16 blocks, each with its edges and the letters of its time.
+    times = [f"{seconds}.0 seconds" for seconds in (0, 1)]
+    tokenizer = nano.worker.engine.format.tokenizer
+    in_clip = 2 + 2 * (16 + 2) + sum(len(tokenizer.encode(time)) for time in times)
+    assert answer.json()["usage"]["prompt_tokens"] == text + in_clip
+
+
+@pytest.mark.parametrize("fps", ["1" + "0" * 400, "5e-324", "0.009", "1001"])
+def test_a_rate_nobody_films_at_is_a_400_that_names_it(nano, fps):
+    body = json.dumps({"messages": [{"role": "user", "content": clip(17)}]})
+    response = nano.http.post(
+        "/v1/chat/completions",
+        content=body.replace('"fps": 17', f'"fps": {fps}'),
+        headers={"content-type": "application/json"},
+    )
+    error = nano.error(response)
+    assert (response.status_code, error["param"]) == (400, "messages[0].content[0].fps")
+    assert "0.01 to 1000 frames per second" in error["message"]
+
+
+def test_pictures_beyond_the_context_are_a_400_with_both_numbers(nano):
+    parts = [data_uri(png((2400, 2400)))[1]] * 6
+    response = nano.post(messages=[{"role": "user", "content": parts}])
+    error = nano.error(response)
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "holds 16384 tokens and the prompt has 44" in error["message"]  # 6 * 7396 = 44376
 
 
 @pytest.mark.parametrize(

@@ -33,17 +33,15 @@ def to_rgb(source: object, *, param: str, max_pixels: int = MAX_PIXELS) -> Image
 
     Raises RequestError with `param` for anything that is no sound picture of at most `max_pixels`.
     """
-    if isinstance(source, str):
-        source = read_data_uri(source, param=param)
-    if isinstance(source, bytes | bytearray | memoryview):
-        return _decode(bytes(source), param, max_pixels)
-    if isinstance(source, Image.Image):
-        _check_size(source.size, param, max_pixels)
-        return _guarded(source, param)
-    raise RequestError(
-        f"{param}: expected image bytes, a data: URI or a PIL image, got {type(source).__name__}",
-        param=param,
-    )
+    return _guarded(_opened(source, param, max_pixels), param)
+
+
+def size_of(source: object, *, param: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Width and height as the header tells them, before the camera's orientation is applied.
+
+    No pixel is decoded. Takes and refuses what `to_rgb` does, but for damage behind the header.
+    """
+    return _opened(source, param, max_pixels).size
 
 
 def read_data_uri(uri: str, *, param: str) -> bytes:
@@ -80,7 +78,23 @@ def _not_data(uri: str) -> str:
     return "not a data: URI of the form data:image/png;base64,…"
 
 
-def _decode(data: bytes, param: str, max_pixels: int) -> Image.Image:
+def _opened(source: object, param: str, max_pixels: int) -> Image.Image:
+    """The picture with its size checked and nothing decoded yet."""
+    if isinstance(source, str):
+        source = read_data_uri(source, param=param)
+    if isinstance(source, bytes | bytearray | memoryview):
+        source = _open(bytes(source), param, max_pixels)
+    if not isinstance(source, Image.Image):
+        raise RequestError(
+            f"{param}: expected image bytes, a data: URI or a PIL image, "
+            f"got {type(source).__name__}",
+            param=param,
+        )
+    _check_size(source.size, param, max_pixels)
+    return source
+
+
+def _open(data: bytes, param: str, max_pixels: int) -> Image.Image:
     if not data:
         raise RequestError(f"{param}: the image is empty", param=param)
     if len(data) > MAX_FILE_BYTES:
@@ -89,7 +103,7 @@ def _decode(data: bytes, param: str, max_pixels: int) -> Image.Image:
             param=param,
         )
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        return Image.open(io.BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestError(
             f"{param}: the image has more than {max_pixels} pixels", param=param
@@ -98,8 +112,6 @@ def _decode(data: bytes, param: str, max_pixels: int) -> Image.Image:
         raise RequestError(
             f"{param}: not an image this server can read; expected {FORMAT_NAMES}", param=param
         ) from error
-    _check_size(image.size, param, max_pixels)
-    return _guarded(image, param)
 
 
 def _check_size(size: tuple[int, int], param: str, max_pixels: int) -> None:

@@ -4,6 +4,8 @@ A picture is laid into the top left of a canvas of whole 28 x 28 blocks, one tok
 the canvas is black. It is shrunk to fit the token budget, never stretched, and enlarged only below
 the minimum. Two frames make a temporal slice; a still picture is its own second frame. Knows the
 numbers, not the network; `expand_media` fits a prompt's placeholders to the patches.
+`measure_media` tells from headers alone how many tokens that will be, so that what is too long need
+not be decoded.
 
 Letters: T slices, h and w grid rows and columns in patches, N = T*h*w patches,
 D = 3 channels * 2 frames * 14 * 14 pixels.
@@ -18,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from emberbox.chat.decode_image import to_rgb
+from emberbox.chat.decode_image import size_of, to_rgb
 from emberbox.chat.media_settings import MediaSettings
-from emberbox.chat.messages import MediaRef
+from emberbox.chat.messages import MediaRef, check_fps
 from emberbox.chat.tokenizer import Tokenizer
 from emberbox.errors import RequestError
 
@@ -28,6 +30,25 @@ from emberbox.errors import RequestError
 DEFAULT_FPS = 24.0
 
 DEFAULT_SETTINGS = MediaSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a picture or clip takes in a prompt; the fields are those of `Patches`."""
+
+    grid: tuple[int, int, int]
+    merge_size: int
+    slice_seconds: tuple[float, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders in the prompt, one per merged block: T*h*w / merge_size^2."""
+        return math.prod(self.grid) // self.merge_size**2
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it belongs to a `<|video|>` placeholder."""
+        return bool(self.slice_seconds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,14 +66,19 @@ class Patches:
     slice_seconds: tuple[float, ...] = ()
 
     @property
+    def layout(self) -> Layout:
+        """Everything but the pixels."""
+        return Layout(self.grid, self.merge_size, self.slice_seconds)
+
+    @property
     def num_tokens(self) -> int:
-        """Placeholders in the prompt, one per merged block: T*h*w / merge_size^2."""
-        return math.prod(self.grid) // self.merge_size**2
+        """As of the layout."""
+        return self.layout.num_tokens
 
     @property
     def is_video(self) -> bool:
-        """Whether it belongs to a `<|video|>` placeholder."""
-        return bool(self.slice_seconds)
+        """As of the layout."""
+        return self.layout.is_video
 
 
 def prepare_image(
@@ -80,31 +106,30 @@ def prepare_video(
 ) -> Patches:
     """Patches of a clip given as all its frames (each like an image) and their rate.
 
-    Frames are chosen two per second, at most `max_frames`, and share one canvas; `fps` None is 24.
-    Raises RequestError for no frames, a bad rate, a bad frame, or frames of different sizes.
+    Frames are chosen two per second, at most `max_frames`, decoded one after another, and share one
+    canvas; `fps` None is 24. Raises RequestError for no frames, a bad rate, a bad frame, or frames
+    of different sizes.
     """
-    rate = DEFAULT_FPS if fps is None else float(fps)
-    if not frames:
-        raise RequestError(f"{param}: the clip has no frames", param=param)
-    if not (math.isfinite(rate) and rate > 0):
-        raise RequestError(f"{param}: {fps} frames per second; expected more than 0", param=param)
-    chosen = choose_frames(len(frames), rate, settings)
-    images = {
-        i: to_rgb(frames[i], param=f"{param}[{i}]", max_pixels=settings.max_pixels)
-        for i in dict.fromkeys(chosen)
-    }
-    size = images[chosen[0]].size
-    for i, image in images.items():
-        if image.size != size:
+    rate, chosen = _sampling(frames, fps, settings, param)
+    first = to_rgb(frames[chosen[0]], param=f"{param}[{chosen[0]}]", max_pixels=settings.max_pixels)
+    canvas = canvas_size(
+        first.height, first.width, len(chosen), settings.max_video_tokens, settings
+    )
+    laid = np.empty((len(chosen), *canvas, 3), dtype=np.uint8)
+    for at, index in enumerate(chosen):
+        if at and index == chosen[at - 1]:  # the last frame of an odd number, taken twice
+            laid[at] = laid[at - 1]
+            continue
+        where = f"{param}[{index}]"
+        image = to_rgb(frames[index], param=where, max_pixels=settings.max_pixels) if at else first
+        if image.size != first.size:
             raise RequestError(
-                f"{param}[{i}]: the frame is {image.width} x {image.height}, "
-                f"the first one {size[0]} x {size[1]}",
-                param=f"{param}[{i}]",
+                f"{where}: the frame is {image.width} x {image.height}, "
+                f"the first one {first.width} x {first.height}",
+                param=where,
             )
-    canvas = canvas_size(size[1], size[0], len(chosen), settings.max_video_tokens, settings)
-    laid = {i: _lay_on_canvas(im, canvas, len(chosen), settings) for i, im in images.items()}
-    seconds = tuple(i / rate for i in chosen[:: settings.temporal_patch_size])
-    return _patchify(np.stack([laid[i] for i in chosen]), settings, seconds)
+        laid[at] = _lay_on_canvas(image, canvas, len(chosen), settings)
+    return _patchify(laid, settings, _slice_seconds(chosen, rate, settings))
 
 
 def prepare_media(ref: MediaRef, settings: MediaSettings = DEFAULT_SETTINGS) -> Patches:
@@ -114,6 +139,24 @@ def prepare_media(ref: MediaRef, settings: MediaSettings = DEFAULT_SETTINGS) -> 
             cast("Sequence[object]", ref.source), ref.fps, settings, param=ref.param
         )
     return prepare_image(ref.source, settings, param=ref.param)
+
+
+def measure_media(ref: MediaRef, settings: MediaSettings = DEFAULT_SETTINGS) -> Layout:
+    """What `prepare_media` will make of it, from the headers alone: not more tokens than that.
+
+    A picture may lie on its side, which only its decoding tells for sure; of both ways the one with
+    fewer tokens is told. Raises RequestError for what no header says a size of.
+    """
+    param, pair = ref.param, settings.temporal_patch_size
+    if ref.kind != "video":
+        size = size_of(ref.source, param=param, max_pixels=settings.max_pixels)
+        return _smaller_layout(size, pair, settings.max_image_tokens, settings, ())
+    frames = cast("Sequence[object]", ref.source)
+    rate, chosen = _sampling(frames, ref.fps, settings, param)
+    first = chosen[0]
+    size = size_of(frames[first], param=f"{param}[{first}]", max_pixels=settings.max_pixels)
+    seconds = _slice_seconds(chosen, rate, settings)
+    return _smaller_layout(size, len(chosen), settings.max_video_tokens, settings, seconds)
 
 
 def canvas_size(
@@ -162,6 +205,11 @@ def choose_frames(num_frames: int, fps: float, settings: MediaSettings) -> tuple
     return tuple(unique + unique[-1:] * (-len(unique) % settings.temporal_patch_size))
 
 
+def num_expanded(layout: Layout, tokenizer: Tokenizer) -> int:
+    """Tokens that `expand_media` puts in place of one placeholder."""
+    return len(_slice_tokens(layout, tokenizer)) if layout.is_video else layout.num_tokens
+
+
 def expand_media(
     token_ids: Sequence[int], patches: Sequence[Patches], tokenizer: Tokenizer
 ) -> list[int]:
@@ -188,13 +236,49 @@ def expand_media(
         if token == image_id:
             expanded += [image_id] * next(items).num_tokens
         elif token == video_id:
-            expanded += _slice_tokens(next(items), tokenizer)
+            expanded += _slice_tokens(next(items).layout, tokenizer)
         else:
             expanded.append(token)
     return expanded
 
 
-def _slice_tokens(clip: Patches, tokenizer: Tokenizer) -> list[int]:
+def _sampling(
+    frames: Sequence[object], fps: float | None, settings: MediaSettings, param: str
+) -> tuple[float, tuple[int, ...]]:
+    """A clip's rate, and the indices of the frames used."""
+    if not frames:
+        raise RequestError(f"{param}: the clip has no frames", param=param)
+    if fps is not None:
+        check_fps(fps, param)
+    rate = DEFAULT_FPS if fps is None else float(fps)
+    return rate, choose_frames(len(frames), rate, settings)
+
+
+def _slice_seconds(
+    chosen: Sequence[int], rate: float, settings: MediaSettings
+) -> tuple[float, ...]:
+    return tuple(index / rate for index in chosen[:: settings.temporal_patch_size])
+
+
+def _smaller_layout(
+    size: tuple[int, int],
+    num_frames: int,
+    max_tokens: int,
+    settings: MediaSettings,
+    slice_seconds: tuple[float, ...],
+) -> Layout:
+    """The layout of a picture of `size`, upright or on its side, whichever takes fewer tokens."""
+    canvases = (
+        canvas_size(height, width, num_frames, max_tokens, settings)
+        for height, width in (size, size[::-1])
+    )
+    rows, columns = min(canvases, key=math.prod)
+    patch = settings.patch_size
+    grid = (num_frames // settings.temporal_patch_size, rows // patch, columns // patch)
+    return Layout(grid, settings.merge_size, slice_seconds)
+
+
+def _slice_tokens(clip: Layout, tokenizer: Tokenizer) -> list[int]:
     begin, end = (tokenizer.special_id(f"<|{edge}_of_image|>") for edge in ("begin", "end"))
     pads = [tokenizer.special_id("<|image|>")] * (clip.num_tokens // clip.grid[0])
     times = [tokenizer.encode(f"{seconds:.1f} seconds") for seconds in clip.slice_seconds]

@@ -26,6 +26,8 @@ IMAGE_PARTS = ("image_url", "input_image", "image")
 VIDEO_PARTS = ("video",)
 # Levels of lists and objects in tool arguments and tool schemas; what walks them is recursive.
 MAX_DEPTH = 64
+# Frames per second of a clip: a picture in 100 seconds to the fastest cameras.
+MIN_FPS, MAX_FPS = 0.01, 1000.0
 
 Message = dict[str, Any]
 
@@ -72,6 +74,16 @@ def check_messages(messages: object) -> Conversation:
     return Conversation(
         tuple(entry for entry, _ in ordered), tuple(ref for _, media in ordered for ref in media)
     )
+
+
+def check_fps(fps: float, param: str) -> None:
+    """Raises RequestError for a rate out of range; NaN is in no range."""
+    if not MIN_FPS <= fps <= MAX_FPS:
+        shown = str(fps) if isinstance(fps, float) or abs(fps) < 10**9 else "an integer beyond that"
+        raise RequestError(
+            f"{param}: expected {MIN_FPS} to {MAX_FPS:.0f} frames per second, got {shown}",
+            param=param,
+        )
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -191,6 +203,8 @@ def _video(part: Mapping[str, Any], path: str) -> MediaRef:
         )
     if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float)):
         raise RequestError(f"{path}.fps: expected a number, got {_kind(fps)}", param=f"{path}.fps")
+    if fps is not None:
+        check_fps(fps, f"{path}.fps")
     return MediaRef("video", tuple(frames), f"{path}.video", fps=fps)
 
 

@@ -1,6 +1,8 @@
-"""Builds the ASGI application: the routes, the API key, and every failure as an answer."""
+"""Builds the ASGI application: the routes, the API key, request ids, and failures as answers."""
 
 import hmac
+import re
+import uuid
 from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
@@ -8,29 +10,35 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from emberbox.server.failures import MethodNotAllowed, RouteNotFound, Unauthorized
+from emberbox.server.metrics import Metrics
 from emberbox.server.routes import Routes, failure_response
 from emberbox.server.worker import EngineWorker
 from emberbox.settings import ServeSettings
 
 OPEN_PATHS = ("/health",)
+MODEL_PATH = "/v1/models/"
+REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 def create_app(
     worker: EngineWorker,
     settings: ServeSettings,
     *,
-    input_modalities: tuple[str, ...] = ("text", "image"),
+    input_modalities: tuple[str, ...] = ("text", "image", "video"),
 ) -> ASGIApp:
     """The application over one worker. The caller owns the worker and closes it."""
-    routes = Routes(worker, settings, input_modalities)
+    metrics = Metrics(worker)
+    routes = Routes(worker, settings, input_modalities, metrics)
     table = (
         ("/health", routes.health, "GET"),
+        ("/metrics", routes.metrics, "GET"),
         ("/v1/models", routes.models, "GET"),
-        ("/v1/models/{name:path}", routes.model_card, "GET"),
+        (MODEL_PATH + "{name:path}", routes.model_card, "GET"),
         ("/v1/chat/completions", routes.chat_completions, "POST"),
+        ("/v1/completions", routes.completions, "POST"),
     )
     starlette = Starlette(
         routes=[
@@ -40,7 +48,8 @@ def create_app(
     )
     # A redirect would send the client to whatever host its own Host header names.
     starlette.router.redirect_slashes = False
-    return KeyGuard(starlette, settings.api_key) if settings.api_key else starlette
+    app: ASGIApp = KeyGuard(starlette, settings.api_key) if settings.api_key else starlette
+    return Observer(app, metrics, frozenset(path for path, _, _ in table))
 
 
 def answering(
@@ -89,3 +98,36 @@ class KeyGuard:
                 await failure_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class Observer:
+    """Outermost: gives every answer its X-Request-Id and counts it by route and status code."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = dict(scope["headers"]).get(b"x-request-id", b"")
+        request_id = sent if REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex.encode()
+
+        async def send_observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message = {**message, "headers": headers}
+                route = self._route(scope["path"])
+                self._metrics.http_requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, send_observed)
+
+    def _route(self, path: str) -> str:
+        """One of our own routes, or "other": a label must not grow with what clients send."""
+        if path in self._paths:
+            return path
+        return MODEL_PATH + "{name}" if path.startswith(MODEL_PATH) else "other"

@@ -27,6 +27,9 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 # Of one traceback in the log, in letters: a client must not fill the disk by repeating a request.
 MAX_TRACEBACK = 8000
+# Of a message and of a field's name on the wire: both may quote what the client sent.
+MAX_MESSAGE = 2000
+MAX_PARAM = 200
 
 
 class UnsupportedParameter(RequestError):
@@ -149,13 +152,17 @@ def to_failure(error: BaseException) -> Failure:
     message = error.message if not error.hint else f"{error.message} ({error.hint})"
     param = error.param if isinstance(error, RequestError) else None
     code = error.code if isinstance(error, RequestError) else (rule.code or "internal_error")
-    return Failure(rule.status, ErrorBody(ErrorDetail(message, rule.type, param, code)))
+    detail = ErrorDetail(_cut(message, MAX_MESSAGE), rule.type, param and param[:MAX_PARAM], code)
+    return Failure(rule.status, ErrorBody(detail))
 
 
 def _traceback_of(error: BaseException) -> str:
-    """The traceback; of a long one the beginning and, since it names the place, more of the end."""
-    text = "".join(traceback.format_exception(error)).rstrip()
-    if len(text) <= MAX_TRACEBACK:
+    return _cut("".join(traceback.format_exception(error)).rstrip(), MAX_TRACEBACK)
+
+
+def _cut(text: str, most: int) -> str:
+    """The text; of a long one the beginning and, since it names the place, more of the end."""
+    if len(text) <= most:
         return text
-    head, tail = text[: MAX_TRACEBACK // 4], text[-(MAX_TRACEBACK * 3 // 4) :]
+    head, tail = text[: most // 4], text[-(most * 3 // 4) :]
     return f"{head}\n[{len(text) - len(head) - len(tail)} letters left out]\n{tail}"

@@ -1,7 +1,8 @@
 """Binds a port and runs the application on it with uvicorn, in this thread or in another.
 
 The port is bound before anything else happens, so that a port in use is known at once and port 0
-can be reported; nothing answers on it before the application runs. Knows no engine.
+can be reported. Who connects is refused until the socket listens, and waits from then until the
+application runs. Knows no engine.
 """
 
 import ipaddress
@@ -20,7 +21,10 @@ START_SECONDS = 30.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises EnvironmentProblem when it cannot be had."""
+    """A bound socket. It does not listen yet: whoever announces its address calls `listen` first.
+
+    Raises EnvironmentProblem when it cannot be had.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

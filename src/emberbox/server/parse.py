@@ -1,36 +1,28 @@
-"""From the bytes of a chat request to a checked ChatRequest. Knows the wire, no engine.
+"""From the bytes of a request to fields of the right type and in range. Knows the wire, no engine.
 
-Three kinds of field: those we act on (`ChatRequest`), those that would change the output and that
-we do not implement (`REFUSED`, refused by name), and the rest, accepted and reported as ignored.
-What stands inside `messages` is checked by `emberbox.chat`.
+Three kinds of field: those we act on (the request structs), those that would change the output and
+that we do not implement (`REFUSED`, refused by name), and the rest, accepted and reported as
+ignored. Shared by all routes that generate; `chat_request` and `completion_request` add their own.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
 from emberbox.errors import RequestError
 from emberbox.server.failures import InvalidJson, UnsupportedParameter
-from emberbox.server.protocol import ChatRequest, StreamOptions, Thinking
+from emberbox.server.protocol import GenerationRequest, StreamOptions, Thinking
 
+MAX_CHOICES = 8
 MAX_STOPS = 4
-MESSAGE_FIELDS = frozenset(
-    ("role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
-)
-EFFORTS = {
-    "none": "none",
-    "minimal": "low",
-    "low": "low",
-    "medium": "high",
-    "high": "high",
-    "xhigh": "max",
-    "max": "max",
-}
+MAX_STOP_TOKENS = 128
+MAX_BIASES = 1024
+MAX_TOKEN_ID = 2**31 - 1
 
-_T = TypeVar("_T")
+_Request = TypeVar("_Request", bound=GenerationRequest)
 _Harmless = Callable[[object], bool]
 
 
@@ -55,13 +47,16 @@ def _never(_: object) -> bool:
 
 # Field -> whether a value of it leaves the output as it is.
 REFUSED: dict[str, _Harmless] = {
+    "add_generation_prompt": _only(True),
+    "allowed_token_ids": _only([]),
     "audio": _never,
     "bad_words": _only([]),
     "best_of": _is_number(1),
+    "chat_template": _never,
     "continue_final_message": _is_false,
     "documents": _only([]),
+    "dry_multiplier": _is_number(0),
     "echo": _is_false,
-    "frequency_penalty": _is_number(0),
     "function_call": _only("none", "auto"),
     "functions": _only([]),
     "grammar": _only(""),
@@ -69,53 +64,65 @@ REFUSED: dict[str, _Harmless] = {
     "guided_grammar": _never,
     "guided_json": _never,
     "guided_regex": _never,
-    "ignore_eos": _is_false,
     "json_schema": _never,
     "length_penalty": _is_number(1),
-    "logit_bias": _only({}),
-    "logprobs": _is_false,
-    "min_p": _is_number(0),
-    "min_tokens": _is_number(0),
+    "logits_processors": _only([]),
+    "mirostat": _is_number(0),
     "modalities": _only(["text"]),
-    "n": _is_number(1),
     "prediction": _never,
-    "presence_penalty": _is_number(0),
+    "prompt_embeds": _never,
     "prompt_logprobs": _never,
-    "repetition_penalty": _is_number(1),
     "response_format": _only({"type": "text"}),
-    "stop_token_ids": _only([]),
     "structured_outputs": _never,
     "suffix": _only(""),
     "thinking_budget": _never,
     "tool_choice": _only("none", "auto"),
     "tools": _only([]),
-    "top_logprobs": _is_number(0),
+    "truncate_prompt_tokens": _never,
     "typical_p": _is_number(1),
     "use_beam_search": _is_false,
     "web_search_options": _never,
+    "xtc_probability": _is_number(0),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedRequest:
+class Parsed(Generic[_Request]):
     """A request whose fields are of the right type and in range, and the names of those ignored."""
 
-    chat: ChatRequest
+    request: _Request
     ignored: tuple[str, ...]
 
 
-def parse_chat_request(body: bytes) -> ParsedRequest:
-    """Decode and check one body. Raises RequestError or a kind of it, naming the field."""
+def parse(body: bytes, kind: type[_Request]) -> Parsed[_Request]:
+    """Decode and check what all routes share. Raises RequestError or a kind of it."""
     fields = {name: value for name, value in _decode(body).items() if value is not None}
     _refuse_unsupported(fields)
     try:
-        chat = msgspec.convert(fields, ChatRequest, strict=True)
+        request = msgspec.convert(fields, kind, strict=True)
     except msgspec.ValidationError as error:
         raise _wrong_type(error) from None
     except RecursionError:
         raise _too_deep() from None
-    _check_ranges(chat)
-    return ParsedRequest(chat=chat, ignored=_ignored(fields, chat))
+    _check_ranges(request)
+    _check_tokens(request)
+    return Parsed(request=request, ignored=_ignored(fields, kind))
+
+
+def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
+    """The stop strings as a tuple, however they were sent."""
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def between(name: str, value: float | None, low: float, high: float | None) -> None:
+    """Raises RequestError when the value is outside; None is absent."""
+    if value is not None and (value < low or (high is not None and value > high)):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(
+            f"{name}: {value} is out of range", param=name, hint=f"expected a number {bounds}"
+        )
 
 
 def _decode(body: bytes) -> dict[str, object]:
@@ -143,22 +150,21 @@ def _refuse_unsupported(fields: dict[str, object]) -> None:
                 param=name,
                 hint=f"leave {name} out",
             )
-    options = fields.get("stream_options")
-    if isinstance(options, dict) and options.get("continuous_usage_stats"):
-        name = "stream_options.continuous_usage_stats"
-        raise UnsupportedParameter(f"{name}: is not implemented", param=name, hint="leave it out")
 
 
-def _check_ranges(chat: ChatRequest) -> None:
-    if not chat.messages:
-        raise RequestError("messages: is empty", param="messages", hint="send at least one message")
-    for name in ("max_tokens", "max_completion_tokens"):
-        _between(name, getattr(chat, name), 1, None)
-    _between("temperature", chat.temperature, 0, 2)
-    _between("top_p", chat.top_p, 0, 1)
-    _between("top_k", chat.top_k, -1, None)
-    _between("seed", chat.seed, -(2**63), 2**63 - 1)
-    stops = stop_strings(chat)
+def _check_ranges(request: GenerationRequest) -> None:
+    between("n", request.n, 1, MAX_CHOICES)
+    between("max_tokens", request.max_tokens, 1, None)
+    between("min_tokens", request.min_tokens, 0, None)
+    between("temperature", request.temperature, 0, 2)
+    between("top_p", request.top_p, 0, 1)
+    between("top_k", request.top_k, -1, None)
+    between("min_p", request.min_p, 0, 1)
+    between("presence_penalty", request.presence_penalty, -2, 2)
+    between("frequency_penalty", request.frequency_penalty, -2, 2)
+    between("repetition_penalty", request.repetition_penalty, 0, 100)
+    between("seed", request.seed, -(2**63), 2**63 - 1)
+    stops = stop_strings(request)
     if len(stops) > MAX_STOPS or "" in stops:
         raise RequestError(
             f"stop: got {len(stops)} strings{', one of them empty' if '' in stops else ''}",
@@ -167,90 +173,41 @@ def _check_ranges(chat: ChatRequest) -> None:
         )
 
 
-def stop_strings(chat: ChatRequest) -> tuple[str, ...]:
-    """The stop strings as a tuple, however they were sent."""
-    if chat.stop is None:
-        return ()
-    return (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reasoning:
-    """What three ways of asking for reasoning come to. `effort` None leaves it to the template."""
-
-    enabled: bool
-    effort: str | None
-    clear: bool | None
-
-
-def reasoning_of(chat: ChatRequest) -> Reasoning:
-    """Join `reasoning_effort`, `chat_template_kwargs` and `thinking`. Contradictions are refused.
-
-    Effort "none" switches reasoning off; no effort switches it on where another field has it off.
-    """
-    options, thinking = chat.chat_template_kwargs, chat.thinking
-    effort = _agree(
-        "reasoning_effort",
-        _effort("reasoning_effort", chat.reasoning_effort),
-        _effort(
-            "chat_template_kwargs.reasoning_effort", options.reasoning_effort if options else None
-        ),
-    )
-    enabled = _agree(
-        "thinking",
-        None if thinking is None else thinking.type == "enabled",
-        options.enable_thinking if options else None,
-    )
-    clear = _agree(
-        "thinking.clear_thinking",
-        thinking.clear_thinking if thinking else None,
-        options.clear_thinking if options else None,
-    )
-    return Reasoning(
-        enabled=enabled is not False and effort != "none",
-        effort=None if effort == "none" else effort,
-        clear=clear,
-    )
-
-
-def _effort(name: str, value: str | None) -> str | None:
-    if value is None:
-        return None
-    if value not in EFFORTS:
+def _check_tokens(request: GenerationRequest) -> None:
+    """Token ids that a request names; whether the model has them is the engine's to say."""
+    if len(request.stop_token_ids) > MAX_STOP_TOKENS:
         raise RequestError(
-            f"{name}: {value!r} is not an effort", param=name, hint=f"one of {', '.join(EFFORTS)}"
+            f"stop_token_ids: got {len(request.stop_token_ids)}",
+            param="stop_token_ids",
+            hint=f"expected up to {MAX_STOP_TOKENS} token ids",
         )
-    return EFFORTS[value]
-
-
-def _agree(name: str, first: _T | None, second: _T | None) -> _T | None:
-    if first is not None and second is not None and first != second:
+    for i, token_id in enumerate(request.stop_token_ids):
+        between(f"stop_token_ids[{i}]", token_id, 0, MAX_TOKEN_ID)
+    if len(request.logit_bias) > MAX_BIASES:
         raise RequestError(
-            f"{name}: is {first!r} and, in chat_template_kwargs, {second!r}",
-            param=name,
-            hint="send it once",
+            f"logit_bias: got {len(request.logit_bias)} tokens",
+            param="logit_bias",
+            hint=f"expected up to {MAX_BIASES}",
         )
-    return second if first is None else first
+    for key, bias in request.logit_bias.items():
+        if not re.fullmatch(r"0|[1-9]\d{0,9}", key, flags=re.ASCII):
+            raise RequestError(
+                f"logit_bias: {key[:40]!r} is not a token id",
+                param="logit_bias",
+                hint='expected token ids as text, such as {"17": -100}',
+            )
+        between("logit_bias", bias, -100, 100)
+        between("logit_bias", int(key), 0, MAX_TOKEN_ID)
 
 
-def _between(name: str, value: float | None, low: float, high: float | None) -> None:
-    if value is not None and (value < low or (high is not None and value > high)):
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(
-            f"{name}: {value} is out of range", param=name, hint=f"expected a number {bounds}"
-        )
-
-
-def _ignored(fields: dict[str, object], chat: ChatRequest) -> tuple[str, ...]:
-    """Names of fields that nobody reads, with those inside messages as messages[].name."""
-    names = {name for name in fields if name not in REFUSED} - set(ChatRequest.__struct_fields__)
-    for message in chat.messages:
-        extra = {key for key, value in message.items() if value not in (None, [], "")}
-        names |= {f"messages[].{key}" for key in extra - MESSAGE_FIELDS}
-    for name, kind in (("stream_options", StreamOptions), ("thinking", Thinking)):
+def _ignored(fields: dict[str, object], kind: type[GenerationRequest]) -> tuple[str, ...]:
+    """Names of fields that nobody reads; `chat_request` adds those inside messages."""
+    known = set(kind.__struct_fields__)
+    names = {name for name in fields if name not in REFUSED} - known
+    for name, struct in (("stream_options", StreamOptions), ("thinking", Thinking)):
         inner = fields.get(name)
-        if isinstance(inner, dict):
-            names |= {f"{name}.{key}" for key in set(inner) - set(kind.__struct_fields__)}
+        if name in known and isinstance(inner, dict):
+            names |= {f"{name}.{key}" for key in set(inner) - set(struct.__struct_fields__)}
     return tuple(sorted(names))
 
 

@@ -1,4 +1,4 @@
-"""The wire types of /v1/models and /v1/chat/completions, and nothing else.
+"""The wire types of the OpenAI routes, and nothing else.
 
 Requests are decoded strictly: a field has its type or the request is refused. A null means absent.
 """
@@ -9,9 +9,10 @@ import msgspec
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Options of a stream."""
+    """Options of a stream. `continuous_usage_stats` puts the counts so far into every chunk."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -29,23 +30,46 @@ class TemplateOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_effort: str | None = None
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a chat completion that this server acts on. `emberbox.chat` checks messages."""
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and text completions share: how to choose tokens and how to answer."""
 
-    messages: list[dict[str, object]]
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    n: int = 1
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = {}
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """A chat completion. `emberbox.chat` checks the messages."""
+
+    messages: list[dict[str, object]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
     reasoning_effort: str | None = None
     chat_template_kwargs: TemplateOptions | None = None
     thinking: Thinking | None = None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """A text completion. `prompt` is text, texts, token ids or lists of them."""
+
+    prompt: str | list[object]
+    logprobs: int | None = None
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -70,6 +94,39 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionDetails
 
 
+class TokenAlternative(msgspec.Struct, frozen=True):
+    """A token that could have been chosen. `bytes` are exact where `token` cannot be."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenEntry(msgspec.Struct, frozen=True):
+    """A chosen token and its alternatives."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[TokenAlternative]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """One entry for every token of the completion, those of the reasoning included."""
+
+    content: list[TokenEntry]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """The older shape: columns. Offsets are letters from the beginning of the completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class ReplyMessage(msgspec.Struct, frozen=True):
     """The assistant's message. `content` is null when the reply never got beyond its reasoning."""
 
@@ -79,12 +136,12 @@ class ReplyMessage(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The one choice of a plain answer."""
+    """One choice of a plain answer."""
 
     message: ReplyMessage
     finish_reason: str
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,17 +170,38 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     finish_reason: str | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream. `usage` comes once, in a last chunk without choices, if asked for."""
+    """One event of a stream. `usage` comes in a last chunk without choices, if asked for."""
 
     id: str
     object: str = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChunkChoice]
+    usage: Usage | msgspec.UnsetType = msgspec.UNSET
+    system_fingerprint: str
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    """One choice of a text completion, whole or what one chunk adds."""
+
+    text: str
+    index: int
+    finish_reason: str | None = None
+    logprobs: TextLogprobs | None = None
+
+
+class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A text completion, and every event of one that is streamed."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
     usage: Usage | msgspec.UnsetType = msgspec.UNSET
     system_fingerprint: str
 

@@ -1,15 +1,16 @@
-"""One reply while it grows: token events in, pieces of reasoning and content out.
+"""One choice while it grows: token events in, pieces of reasoning and content out.
 
-Used by plain and streamed answers alike. A reply that stops by itself without closing its reasoning
-has skipped it: its text is the content. A stream has by then sent it as reasoning, and sends it
-once more as content; a plain answer has it as content alone. Knows no HTTP.
+Used by plain and streamed answers alike. A reply that the model ends by itself, without closing its
+reasoning, has skipped it: its text is the content. A stream has by then sent it as reasoning, and
+sends it once more as content; a plain answer has it as content alone. One that a stop of the
+request's ends was still thinking. Knows no HTTP.
 """
 
 from dataclasses import dataclass
 
 from emberbox.chat.parser import ReasoningParser
 from emberbox.engine.request import FinishReason, TokenEvent
-from emberbox.server.protocol import CompletionDetails, Delta, PromptDetails, Usage
+from emberbox.server.protocol import Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,28 +20,35 @@ class Piece:
     reasoning: str
     content: str
 
-    def to_delta(self) -> Delta | None:
-        """The chunk's delta, or None when there is nothing to send."""
-        if not self.reasoning and not self.content:
-            return None
+    def to_delta(self) -> Delta:
+        """The chunk's delta; an empty one when there is nothing to send."""
         return Delta(content=self.content or None, reasoning_content=self.reasoning or None)
 
 
 class Reply:
-    """The state of one reply."""
+    """The state of one reply. `thinking`: the prompt left it inside its reasoning."""
 
-    def __init__(self, *, num_prompt_tokens: int, enable_thinking: bool) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
+    def __init__(self, *, thinking: bool) -> None:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self.reasoning = ""
-        self.content = ""
         self.finish: FinishReason | None = None
-        self._parser = ReasoningParser(thinking=enable_thinking)
+        self._parser = ReasoningParser(thinking=thinking)
+        # Pieces, joined when asked for: adding to a string copies all of it for every token.
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+
+    @property
+    def reasoning(self) -> str:
+        """All of the thought so far."""
+        return "".join(self._reasoning)
+
+    @property
+    def content(self) -> str:
+        """All of the answer so far."""
+        return "".join(self._content)
 
     def push(self, event: TokenEvent) -> Piece:
         """Take one event; the last one carries a finish reason and flushes what was held back."""
-        # A last event without a token has the id -1.
         self.num_tokens += event.token_id is not None
         # The token that closes the reasoning is counted as part of it.
         self.num_reasoning_tokens += self._parser.is_inside and event.token_id is not None
@@ -49,24 +57,40 @@ class Reply:
             self.finish = event.finish
             last = self._parser.finish()
             reasoning, content = reasoning + last.reasoning, content + last.content
-        self.reasoning += reasoning
-        self.content += content
-        if event.finish is FinishReason.STOP and self._parser.is_inside:
-            content, self.content, self.reasoning = self.reasoning, self.reasoning, ""
+        self._reasoning.append(reasoning)
+        self._content.append(content)
+        if event.is_own_end and self._parser.is_inside:
+            content = self.reasoning
+            self._reasoning, self._content = [], [content]
             self.num_reasoning_tokens = 0
         return Piece(reasoning, content)
 
-    @property
-    def finish_reason(self) -> str:
-        """The wire's word for how it ended."""
-        return "length" if self.finish is FinishReason.LENGTH else "stop"
 
-    def usage(self) -> Usage:
-        """Counts so far."""
-        return Usage(
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.num_tokens,
-            total_tokens=self.num_prompt_tokens + self.num_tokens,
-            prompt_tokens_details=PromptDetails(),
-            completion_tokens_details=CompletionDetails(self.num_reasoning_tokens),
-        )
+class TextReply:
+    """The state of one text completion: markers are text, there is no reasoning."""
+
+    num_reasoning_tokens = 0
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self._texts: list[str] = []
+
+    @property
+    def content(self) -> str:
+        """All of the text so far."""
+        return "".join(self._texts)
+
+    def push(self, event: TokenEvent) -> str:
+        """Take one event; the text that it adds."""
+        self.num_tokens += event.token_id is not None
+        self._texts.append(event.text)
+        self.finish = event.finish
+        return event.text
+
+
+def finish_reason(finish: FinishReason | None) -> str | None:
+    """The wire's word for how a reply ended; None while it goes on."""
+    if finish is None:
+        return None
+    return "length" if finish is FinishReason.LENGTH else "stop"
