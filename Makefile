@@ -15,7 +15,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
-.PHONY: help setup demo serve test mutants soak check lint types floors size fresh docs fix clean
+.PHONY: help setup demo serve test mutants soak bench check lint types floors size fresh docs fix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -54,8 +54,11 @@ test: $(VENV)/.dev ## the tests that need no GPU (ARGS="-k name" narrows them)
 mutants: $(VENV)/.dev ## known mistakes, made one at a time: every one must be caught
 	@$(BIN)/python tools/mutants.py --fast --write docs/mutants.md
 
-soak: $(VENV)/.dev ## the slow tests
-	@$(PYTEST) -m "slow and not gpu" $(ARGS)
+soak: $(VENV)/.dev ## 5,000 random schedules through the real engine (hours), each reply as if alone
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.engine_schedules --schedules 5000
+
+bench: $(VENV)/.dev ## speed of the engine on this machine against its bars; writes a receipt
+	@$(BIN)/python -m benchmarks.engine
 
 check: lint types floors size fresh docs test ## all that CI demands of a change; ends with the tests
 

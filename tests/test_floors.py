@@ -23,7 +23,7 @@ BARE_MACHINE = {
     "cuda",
     "triton",
 }
-SERVICE = {"starlette", "uvicorn", "msgspec", "anyio"}
+SERVICE = {"starlette", "uvicorn", "msgspec", "anyio", "prometheus_client"}
 ABOVE_MEASURE = {"plan", "server", "compress", "deploy", "testing", "cli", "__main__"}
 
 

@@ -1,12 +1,14 @@
-"""The command line: help, exit codes, errors, and the three verbs."""
+"""The command line: help, exit codes, errors, and the verbs (`chat`: test_chat.py)."""
 
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +20,14 @@ from emberbox import __version__
 from emberbox.cli import demo_run, open_engine
 from emberbox.cli import main as cli
 from emberbox.cli import serve as serve_verb
+from emberbox.cli.chat_client import Reply
 from emberbox.cli.demo import find_shipped
-from emberbox.cli.demo_questions import long_text, questions
+from emberbox.cli.demo_questions import follow_up, long_text, questions
 from emberbox.cli.main import VERBS, main
 from emberbox.errors import CheckpointError
 from emberbox.server import listen
+from emberbox.server.metrics import Metrics
+from emberbox.server.worker import EngineWorker
 from tests.server.scripted import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +60,11 @@ def test_the_version_is_printed(capsys):
         ["serve", "x", "--keepalive-seconds", "0"],
         ["doctor", "--device", "abacus"],
         ["demo", "--threads", "-1"],
+        ["chat", "http://127.0.0.1:9", "--device", "cpu"],
+        ["chat", "--max-running", "2"],
+        ["chat", "http://"],
+        ["chat", "http://[::1"],
+        ["chat", "x", "--think", "hard"],
     ],
     ids=lambda argv: " ".join(argv) or "nothing",
 )
@@ -133,7 +143,9 @@ def test_the_long_text_holds_the_code_once_and_away_from_both_ends():
     assert 5 < places[0] < len(lines) - 5
 
 
-@pytest.mark.parametrize("question", questions(), ids=lambda question: question.name)
+@pytest.mark.parametrize(
+    "question", [*questions(), follow_up()], ids=lambda question: question.name
+)
 def test_only_the_right_answer_is_judged_right(question):
     assert question.is_right(question.expected)
     assert not question.is_right("")
@@ -144,19 +156,19 @@ def test_only_the_right_answer_is_judged_right(question):
 @pytest.mark.parametrize(("second", "code"), [(True, 0), (False, 1)], ids=["right", "wrong"])
 def test_demo_judges_and_tells_people_where_to_go_next(monkeypatch, capsys, second, code):
     def answer(*, is_right: bool) -> demo_run.Answer:
-        return demo_run.Answer(
-            name="q",
-            question="?",
-            answer="a [bold]",
-            expected="b",
-            is_right=is_right,
+        reply = Reply(
+            content="a [bold]",
+            reasoning="",
+            finish="stop",
             num_prompt_tokens=5,
+            num_cached_tokens=3,
             num_completion_tokens=11,
             first_token_seconds=0.5,
             total_seconds=1.5,
         )
+        return demo_run.Answer(name="q", question="?", expected="b", is_right=is_right, reply=reply)
 
-    def ask_all(_folder, _settings, show):
+    def ask_all(_folder, _settings, _screen, show):
         answers = (answer(is_right=True), answer(is_right=second))
         for one in answers:
             show(one)
@@ -168,24 +180,34 @@ def test_demo_judges_and_tells_people_where_to_go_next(monkeypatch, capsys, seco
     assert (shown.count("right"), shown.count("wrong")) == ((2, 0) if second else (1, 1))
     assert ("expected: b" in shown) is not second
     assert "answer:   a [bold]" in shown
-    assert "10.0 tokens/s over 11 tokens" in shown
+    speed = (
+        "11 tokens at 10.0 tokens/s; the first after 0.50 s, 3 of 5 prompt tokens from the cache"
+    )
+    assert speed in shown
     assert f"emberbox serve {NANO}" in shown
+    assert f"emberbox chat {NANO}" in shown
 
 
-def test_demo_answers_three_questions_right(capsys):
+def test_demo_answers_its_questions_right_and_the_second_turn_from_the_cache(capsys):
     assert main(["demo", str(NANO), "--json", "--device", "cpu"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["is_right"] is True
-    assert [one["name"] for one in report["questions"]] == [q.name for q in questions()]
+    listing, code, picture = questions()
+    names = [question.name for question in (listing, code, follow_up(), picture)]
+    assert [one["name"] for one in report["questions"]] == names
     for one in report["questions"]:
         assert one["answer"] == one["expected"]
         assert one["tokens_per_second"] > 0
-    assert report["questions"][1]["num_prompt_tokens"] > 900
+    first, second = report["questions"][1:3]
+    assert (first["num_prompt_tokens"] > 900, first["num_cached_tokens"]) == (True, 0)
+    assert second["num_cached_tokens"] > first["num_prompt_tokens"]
+    assert second["num_prompt_tokens"] - second["num_cached_tokens"] < 64
 
 
-def test_demo_without_the_client_says_what_to_install(monkeypatch, capsys):
+@pytest.mark.parametrize("verb", ["demo", "chat"])
+def test_without_the_client_it_says_what_to_install(monkeypatch, capsys, verb):
     monkeypatch.setitem(sys.modules, "openai", None)
-    assert main(["demo", str(NANO)]) == 1
+    assert main([verb, str(NANO)]) == 1
     assert "pip install openai" in capsys.readouterr().err
 
 
@@ -212,6 +234,67 @@ def test_serve_says_where_it_listens_serves_and_stops_cleanly(stop):
     assert out == ""
     assert "Traceback" not in err
     assert "sesame" not in err
+
+
+def test_serve_shows_people_the_memory_plan_and_then_where_it_listens():
+    command = [sys.executable, "-m", "emberbox", "serve", str(NANO), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--device", "cpu", "--max-running", "3"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    ) as process:
+        ready = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert ready.startswith("serving ember-nano at http://127.0.0.1:")
+    assert (process.returncode, out) == (0, "")
+    sizes = {line.split("│")[1].strip(): line for line in err.splitlines() if line.count("│") > 2}
+    assert {"weights", "cache pages", "state slots", "snapshots", "total"} <= set(sizes)
+    assert "3 of " in sizes["state slots"]
+    assert "available" in sizes["total"]
+
+
+def test_what_does_not_fit_is_refused_with_the_plan_and_the_flag_to_lower(capsys):
+    argv = ["serve", str(NANO), "--port", "0", "--device", "cpu", "--cache-tokens", str(10**12)]
+    assert main(argv) == 1
+    shown = capsys.readouterr().err
+    assert "error: this does not fit into " in shown
+    sizes = dict(re.findall(r"^(cache pages|total) +([\d,]+) ", shown, re.MULTILINE))
+    assert sizes["cache pages"] == "1,280,000,000,000,000"  # 1,280 bytes a token
+    assert sizes["total"].startswith("1,280,00")
+    assert "hint: lower --cache-tokens to " in shown
+
+
+def test_a_refusal_for_machines_is_one_line_of_json(capsys):
+    argv = ["serve", str(NANO), "--port", "0", "--device", "cpu", "--cache-tokens", str(10**12)]
+    assert main([*argv, "--json"]) == 1
+    printed = capsys.readouterr()
+    error = json.loads(printed.out)["error"]
+    assert error["kind"] == "MemoryRefused"
+    assert "cache pages" in error["message"]
+    assert printed.err == ""
+
+
+def test_the_help_of_serve_and_the_page_on_operating_name_every_route(capsys):
+    assert main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    source = (ROOT / "src" / "emberbox" / "server" / "app.py").read_text(encoding="utf-8")
+    routes = re.findall(r'\("(/[^"]+)", routes\.', source)
+    assert len(routes) == 5
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    assert [route for route in routes if route not in shown or f"{route}`" not in page] == []
+    assert "/v1/models/NAME" in shown
+
+
+def test_the_page_on_operating_names_every_metric():
+    with EngineWorker(ScriptedEngine(), max_waiting=1) as worker:
+        families = list(Metrics(worker).registry.collect())
+    kept = {f"{each.name}_total" if each.type == "counter" else each.name for each in families}
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    assert len(kept) > 15
+    assert set(re.findall(r"`(emberbox_\w+)`", page)) == kept
 
 
 def test_the_console_script_exits_with_the_code(monkeypatch):
@@ -282,6 +365,37 @@ def test_a_signal_swallowed_while_the_server_ends_still_counts(monkeypatch, caps
     monkeypatch.setattr(listen, "serve", lambda *_: swallow(signal.SIGTERM))
     assert main(["serve", "x", "--port", "0"]) == 0
     assert "stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("_turn", range(4))
+def test_a_request_right_after_the_ready_line_is_answered(monkeypatch, _turn):
+    received, threads = [], []
+
+    def finish(connection):
+        with connection:
+            while data := connection.recv(65536):
+                received.append(data)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def show(line, **_):
+        # Here nothing runs the server yet: the system alone holds on to who connects.
+        port = int(re.search(r":(\d+)/v1", line)[1])
+        connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        threads.append(threading.Thread(target=finish, args=(connection,)))
+        threads[0].start()
+
+    monkeypatch.setattr(open_engine, "open_llm", lambda *_: Llm())
+    monkeypatch.setattr(serve_verb, "print", show, raising=False)
+    assert main(["serve", "x", "--port", "0"]) == 0
+    threads[0].join(20)
+    assert b"".join(received).startswith(b"HTTP/1.1 200")
+
+
+def test_a_model_with_a_vision_tower_takes_pictures_and_clips():
+    blind, seeing = (SimpleNamespace(config=SimpleNamespace(vision=v)) for v in (None, object()))
+    assert open_engine.input_modalities(blind) == ("text",)
+    assert open_engine.input_modalities(seeing) == ("text", "image", "video")
 
 
 def emberbox_into(stdout, *argv):

@@ -1,4 +1,4 @@
-"""`emberbox demo`: serves the shipped nano model and asks it three questions through `openai`."""
+"""`emberbox demo`: serves the shipped nano model and asks it four questions through `openai`."""
 
 import argparse
 import json
@@ -11,15 +11,17 @@ from emberbox.errors import CheckpointError
 from emberbox.settings import EngineSettings, LogSettings
 
 NAME = "demo"
-SUMMARY = "serve the nano model, ask it three questions, say whether it was right"
+SUMMARY = "serve the nano model, ask it four questions, say whether it was right"
 EXAMPLE = """example:
   emberbox demo
   emberbox demo models/ember-nano --json
 
-exit code 0 only when all three answers are right. Needs the package openai."""
+exit code 0 only when all four answers are right. Needs the package openai."""
 
 SHIPPED = Path("models") / "ember-nano"
 NEXT_STEPS = """where to go next:
+  emberbox chat {folder}
+      talk to it in the terminal; a second turn starts from what is cached
   emberbox serve {folder}
       keeps it running, for any OpenAI client
   emberbox doctor
@@ -47,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.path or find_shipped([Path.cwd(), Path(__file__).resolve()])
     from emberbox import logs
     from emberbox.cli.demo_run import Answer, ask_all
+    from emberbox.cli.loading import LoadScreen
 
     logs.set_up(log_settings.level if args.level else "warning")
     console = Console(highlight=False, quiet=args.json, soft_wrap=True)
@@ -55,13 +58,14 @@ def run(args: argparse.Namespace) -> int:
         verdict = "[green]right[/green]" if answer.is_right else "[red]wrong[/red]"
         console.print(f"[bold]{answer.name}[/bold]  {verdict}")
         console.print(f"  question: {answer.question}", markup=False)
-        console.print(f"  answer:   {answer.answer}", markup=False)
+        console.print(f"  answer:   {answer.reply.content}", markup=False)
         if not answer.is_right:
             console.print(f"  expected: {answer.expected}", markup=False)
-        console.print(f"  {answer.speed()}", markup=False)
+        console.print(f"  speed:    {answer.reply.speed()}", markup=False)
 
     console.print(f"loading {folder}", markup=False)
-    answers = ask_all(folder, settings, show)
+    screen = LoadScreen(Console(stderr=True, quiet=args.json), has_plan=False)
+    answers = ask_all(folder, settings, screen, show)
     is_right = all(answer.is_right for answer in answers)
     if args.json:
         questions = [answer.to_dict() for answer in answers]

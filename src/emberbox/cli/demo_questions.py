@@ -1,4 +1,4 @@
-"""The three questions of the demonstration and how an answer is judged. Knows no server.
+"""The questions of the demonstration and how an answer is judged. Knows no server.
 
 The wordings are those the nano model was trained on; the answers are checked, not assumed.
 """
@@ -41,7 +41,7 @@ class Question:
 
 
 def questions() -> tuple[Question, ...]:
-    """List as JSON, a code buried in a long text, a picture; always the same three."""
+    """List as JSON, a code buried in a long text, a picture: each a conversation of its own."""
     numbers = list(range(1, 21))
     ask_list = 'List the numbers 1 to 20 as JSON {"numbers":[...]}.'
     ask_code = f"Return the codes for {SECRET_NAME} as JSON."
@@ -69,6 +69,19 @@ def questions() -> tuple[Question, ...]:
             expected="Three red circles on a white background.",
             is_right=lambda answer: answer.strip() == "Three red circles on a white background.",
         ),
+    )
+
+
+def follow_up() -> Question:
+    """The second turn after the code in the long text: another code of the same text."""
+    name, code = next(iter(OTHER_CODES.items()))
+    ask = f"Return the codes for {name} as JSON."
+    return Question(
+        name="second turn on the long text",
+        shown=f"(after the long text and its answer) {ask}",
+        content=ask,
+        expected=json.dumps({name: code}),
+        is_right=lambda answer: _parsed(answer) == {name: code},
     )
 
 

@@ -29,6 +29,7 @@ PACKAGES = (
     "starlette",
     "uvicorn",
     "msgspec",
+    "prometheus-client",
     "rich",
     "triton",
     "cuda-core",

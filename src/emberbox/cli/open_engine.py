@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberbox.errors import CheckpointError
+from emberbox.cli.flags import as_flags
+from emberbox.errors import CheckpointError, MemoryRefused
 from emberbox.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from emberbox.engine.llm import LLM
+    from emberbox.engine.llm import LLM, LoadListener
 
 # At ember-nano's width a second thread gains nothing (decode 57 tokens/s with one, 55 with two; two
 # idle Xeon cores, 2026-11-30), and on busy cores the threads wait for each other.
@@ -16,8 +17,13 @@ ONE_THREAD_MAX_HIDDEN = 512
 WARM_UP_MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-def open_llm(folder: Path, settings: EngineSettings) -> "LLM":
-    """The LLM in `folder`, warmed up by one token. Raises CheckpointError, EnvironmentProblem."""
+def open_llm(
+    folder: Path, settings: EngineSettings, listener: "LoadListener | None" = None
+) -> "LLM":
+    """The LLM in `folder`, warmed up by one token; `listener` hears how it is loaded.
+
+    Raises CheckpointError, EnvironmentProblem; MemoryRefused with a hint that names flags.
+    """
     if not _is_folder(folder):
         raise CheckpointError(
             f"{folder}: there is no such folder",
@@ -25,15 +31,16 @@ def open_llm(folder: Path, settings: EngineSettings) -> "LLM":
         )
     import torch
 
-    from emberbox.device import Device
     from emberbox.engine.llm import LLM
     from emberbox.engine.request import SamplingParams
 
-    device = Device.detect(settings.device)
-    llm = LLM(folder, dtype=settings.dtype, device=device.torch_name)
+    try:
+        llm = LLM(folder, settings, listener=listener)
+    except MemoryRefused as refused:
+        raise MemoryRefused(refused.message, hint=as_flags(refused.hint)) from None
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    elif device.kind == "cpu" and llm.config.text.hidden_size <= ONE_THREAD_MAX_HIDDEN:
+    elif llm.device.type == "cpu" and llm.config.text.hidden_size <= ONE_THREAD_MAX_HIDDEN:
         torch.set_num_threads(1)
     llm.chat(WARM_UP_MESSAGES, SamplingParams(max_tokens=1))
     return llm
@@ -47,5 +54,5 @@ def _is_folder(path: Path) -> bool:
 
 
 def input_modalities(llm: "LLM") -> tuple[str, ...]:
-    """What the model takes: text, and images when it has a vision tower."""
-    return ("text",) if llm.config.vision is None else ("text", "image")
+    """What the model takes: text, and images and clips when it has a vision tower."""
+    return ("text",) if llm.config.vision is None else ("text", "image", "video")

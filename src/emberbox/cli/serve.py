@@ -7,18 +7,25 @@ import os
 import signal
 from types import FrameType, TracebackType
 
+from rich.console import Console
+
 from emberbox.cli.flags import add_engine_flags, checkpoint_folder, settings_from
 from emberbox.settings import EngineSettings, LogSettings, ServeSettings
 
 NAME = "serve"
-SUMMARY = "serve a checkpoint over the OpenAI wire: /v1/models, /v1/chat/completions, /health"
+SUMMARY = "serve a checkpoint to any OpenAI client"
 EXAMPLE = """example:
   emberbox serve models/ember-nano --port 8000
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 
+routes: POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME,
+GET /health, GET /metrics. Requests are computed together; --max-running says how many.
+
+Before it loads, it shows what will take how much memory, and it refuses what does not fit.
 A key for clients comes from the variable EMBERBOX_API_KEY, never from a flag.
-With --json one line says when the server is ready: {"event": "ready", "url": ..., "model": ...}"""
+With --json nothing of this is shown; one line says when the server is ready:
+{"event": "ready", "url": ..., "pid": ..., "model": ...}"""
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +48,18 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_from(ServeSettings, args)
     engine_settings = settings_from(EngineSettings, args)
     from emberbox import logs
+    from emberbox.cli.loading import LoadScreen
     from emberbox.cli.open_engine import input_modalities, open_llm
     from emberbox.server.app import create_app
     from emberbox.server.listen import bind, is_loopback, serve, url_of
     from emberbox.server.worker import EngineWorker
 
     logs.set_up(settings_from(LogSettings, args).level)
+    screen = LoadScreen(Console(stderr=True, quiet=args.json), has_plan=True)
     try:
         with StopSignals() as stop, bind(settings.host, settings.port) as bound:
-            llm = open_llm(args.path, engine_settings)
+            with screen:
+                llm = open_llm(args.path, engine_settings, screen)
             with EngineWorker(llm, max_waiting=settings.max_waiting) as worker:
                 app = create_app(worker, settings, input_modalities=input_modalities(llm))
                 if not settings.api_key and not is_loopback(bound):
@@ -58,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
                 ready["model"] = settings.model_name or llm.model_id
                 text = f"serving {ready['model']} at {ready['url']}/v1 (stop with Ctrl-C)"
                 stop.check()
+                bound.listen()  # who connects from now on waits, and is not refused
                 print(json.dumps(ready) if args.json else text, flush=True)
                 stop.check()
                 # After its own clean-up uvicorn raises the signal again; as an interrupt it ends.

@@ -1,0 +1,46 @@
+"""What a receipt says about where and from what it was made."""
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from emberbox import __version__
+from emberbox.device import Device
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def about(checkpoint: Path) -> dict[str, Any]:
+    """Machine, versions, commit, and the checkpoint by the hash of its weights."""
+    weights = sha256()
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        weights.update(file.read_bytes())
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "emberbox": __version__,
+        "commit": _git("rev-parse", "HEAD"),
+        "is_clean": not _git("status", "--porcelain", "--", "src", "benchmarks", "models"),
+        "device": Device.detect("cpu").describe(),
+        "python": platform.python_version(),
+        "torch_threads": torch.get_num_threads(),
+        "weights_sha256": weights.hexdigest(),
+    }
+
+
+def write(receipt: dict[str, Any], path: Path) -> None:
+    """As JSON that a diff can read; the numbers once more on the last line of the output."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(receipt["results"]))
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
