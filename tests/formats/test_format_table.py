@@ -1,22 +1,15 @@
 """Formats as data: detection by neighbours, every reason named, a new format in one instance."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from emberbox.errors import OpError
-from emberbox.formats import bf16, fp8_block
+from emberbox.formats import bf16, exl3, fp8_block, nvfp4
 from emberbox.formats.base import Format, Part, QuantTensor
 from emberbox.formats.dtypes import DTYPE_TAGS, TORCH_DTYPES
 from emberbox.formats.table import FORMATS, detect
 from emberbox.store.safetensors_header import DTYPE_BITS
-
-
-@dataclass(frozen=True)
-class Stored:
-    dtype: str
-    shape: tuple[int, ...]
+from tests.helpers.stored import Stored
 
 
 def _nothing(*_):
@@ -27,18 +20,18 @@ def _nothing(*_):
 EXOTIC = Format(
     name="exotic",
     parts={
-        "trellis": Part(".trellis", (torch.int16,)),
-        "suh": Part(".suh", (torch.float16,)),
-        "svh": Part(".svh", (torch.float16,)),
-        "mul1": Part(".mul1", (torch.int32,), optional=True),
+        "lattice": Part(".lattice", (torch.int16,)),
+        "left": Part(".left", (torch.float16,)),
+        "right": Part(".right", (torch.float16,)),
+        "flag": Part(".flag", (torch.int32,), optional=True),
     },
     bits=2.0,
     multiple=(16, 16),
     part_shapes=lambda shape: {
-        "trellis": (shape[1] // 16, shape[0] // 16, None),
-        "suh": (shape[1],),
-        "svh": (shape[0],),
-        "mul1": (),
+        "lattice": (shape[1] // 16, shape[0] // 16, None),
+        "left": (shape[1],),
+        "right": (shape[0],),
+        "flag": (),
     },
     decode=_nothing,
     encode=_nothing,
@@ -49,12 +42,29 @@ FP8 = {
     "p.weight": Stored("F8_E4M3", (130, 257)),
     "p.weight_scale_inv": Stored("F32", (2, 3)),
 }
-TRELLIS = {
+LATTICE = {
+    "p.lattice": Stored("I16", (2, 3, 32)),
+    "p.left": Stored("F16", (32,)),
+    "p.right": Stored("F16", (48,)),
+}
+EXL3 = {
     "p.trellis": Stored("I16", (2, 3, 32)),
     "p.suh": Stored("F16", (32,)),
     "p.svh": Stored("F16", (48,)),
+    "p.mul1": Stored("I32", ()),
 }
-MARKED = {**TRELLIS, "p.mul1": Stored("I32", ())}
+MODELOPT = {
+    "p.weight": Stored("U8", (48, 16)),
+    "p.weight_scale": Stored("F8_E4M3", (48, 2)),
+    "p.weight_scale_2": Stored("F32", ()),
+    "p.input_scale": Stored("F32", ()),
+}
+COMPRESSED = {
+    "p.weight_packed": Stored("U8", (48, 16)),
+    "p.weight_scale": Stored("F8_E4M3", (48, 2)),
+    "p.weight_global_scale": Stored("F32", (1,)),
+}
+MARKED = {**LATTICE, "p.flag": Stored("I32", ())}
 
 
 def test_formats_have_distinct_names_and_suffixes():
@@ -71,10 +81,17 @@ def test_formats_have_distinct_names_and_suffixes():
         ({"p.weight": Stored("F16", (1, 1))}, bf16.FORMAT),
         ({"p.weight": Stored("F32", (1, 1))}, bf16.FORMAT),
         (FP8, fp8_block.FORMAT),
-        (TRELLIS, EXOTIC),
+        (LATTICE, EXOTIC),
         (MARKED, EXOTIC),
         ({**MARKED, "p.weight": Stored("BF16", (48, 32))}, EXOTIC),
-        ({k: v for k, v in TRELLIS.items() if k != "p.svh"}, None),
+        ({k: v for k, v in LATTICE.items() if k != "p.right"}, None),
+        (EXL3, exl3.FORMAT),
+        ({k: v for k, v in EXL3.items() if k != "p.svh"}, exl3.FORMAT),
+        ({**EXL3, "p.weight": Stored("BF16", (48, 32))}, exl3.FORMAT),
+        ({**BF16, "p.trellis": EXL3["p.trellis"]}, bf16.FORMAT),
+        (MODELOPT, nvfp4.FORMAT),
+        ({k: v for k, v in MODELOPT.items() if k != "p.input_scale"}, nvfp4.FORMAT),
+        (COMPRESSED, nvfp4.RECIPROCAL),
         ({"p.weight_scale_inv": Stored("F32", (2, 3))}, None),
         ({"q.weight": Stored("BF16", (1, 1)), "p.bias": Stored("BF16", (1,))}, None),
         ({}, None),
@@ -109,8 +126,8 @@ def test_expected_parts_say_names_dtypes_and_shapes():
         "p.weight": (("F8_E4M3",), (130, 257)),
         "p.weight_scale_inv": (("F32",), (2, 3)),
     }
-    assert EXOTIC.expected_parts("p", (48, 32))["p.trellis"] == (("I16",), (2, 3, None))
-    assert EXOTIC.part_names("p")["mul1"] == "p.mul1"
+    assert EXOTIC.expected_parts("p", (48, 32))["p.lattice"] == (("I16",), (2, 3, None))
+    assert EXOTIC.part_names("p")["flag"] == "p.flag"
 
 
 @pytest.mark.parametrize(
@@ -118,8 +135,12 @@ def test_expected_parts_say_names_dtypes_and_shapes():
     [
         (bf16.FORMAT, BF16, (130, 257)),
         (fp8_block.FORMAT, FP8, (130, 257)),
-        (EXOTIC, TRELLIS, (48, 32)),
+        (EXOTIC, LATTICE, (48, 32)),
         (EXOTIC, MARKED, (48, 32)),
+        (nvfp4.FORMAT, MODELOPT, (48, 32)),
+        (nvfp4.FORMAT, {**MODELOPT, "p.weight_scale_2": Stored("F32", (1,))}, (48, 32)),
+        (nvfp4.RECIPROCAL, COMPRESSED, (48, 32)),
+        (nvfp4.RECIPROCAL, {**COMPRESSED, "p.weight_global_scale": Stored("F32", ())}, (48, 32)),
     ],
 )
 def test_a_fitting_weight_has_no_problems(fmt, infos, shape):
@@ -128,16 +149,16 @@ def test_a_fitting_weight_has_no_problems(fmt, infos, shape):
 
 def test_every_problem_is_named_at_once():
     infos = {
-        "p.trellis": Stored("I16", (2, 4, 32)),
-        "p.suh": Stored("F32", (32,)),
-        "p.mul1": Stored("I32", (1,)),
+        "p.lattice": Stored("I16", (2, 4, 32)),
+        "p.left": Stored("F32", (32,)),
+        "p.flag": Stored("I32", (1,)),
     }
     assert EXOTIC.problems("p", (50, 32), infos) == [
         "p: shape [50, 32] is not a multiple of [16, 16], as exotic requires",
-        "p.trellis: shape [2, 4, 32], expected [2, 3, any]",
-        "p.suh: dtype F32, expected F16",
-        "p.svh: missing (part of exotic)",
-        "p.mul1: shape [1], expected []",
+        "p.lattice: shape [2, 4, 32], expected [2, 3, any]",
+        "p.left: dtype F32, expected F16",
+        "p.right: missing (part of exotic)",
+        "p.flag: shape [1], expected []",
     ]
 
 

@@ -5,7 +5,7 @@ checkpoint, and three functions. `decode` is the definition of truth. Plain torc
 knows no files and no kernels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias
@@ -41,11 +41,19 @@ class ExpectedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stored tensor of a format: `<prefix><suffix>`, in one of `dtypes`."""
+    """One stored tensor of a format: `<prefix><suffix>`, in one of `dtypes`.
+
+    is_scalar: a single number, whether stored with shape [] or [1].
+    """
 
     suffix: str
     dtypes: tuple[torch.dtype, ...]
     optional: bool = False
+    is_scalar: bool = False
+
+
+def _nothing_more(parts: Mapping[str, StoredTensor]) -> tuple[str, ...]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,21 +61,24 @@ class Format:
     """A way to store a linear weight. Compared by identity.
 
     parts: part name -> Part.
-    bits: nominal bits per weight, scales included (QuantTensor.num_bytes is exact).
+    bits: nominal bits per weight, scales included (QuantTensor.num_bytes is exact); None where the
+        stored tensors decide.
     multiple: what (out, in) must be divisible by.
     part_shapes: (out, in) -> shape of each part; None where the stored tensor decides a size.
     decode: parts, (out, in) -> float32 [out, in].
     encode: float [out, in] -> parts; raises OpError where a weight alone is not enough.
+    check: what parts that fit singly may not be together -> sentences that start with a suffix.
     is_plain: decoding is a cast, so that a loader may hand on a Tensor instead of a QuantTensor.
     """
 
     name: str
     parts: Mapping[str, Part]
-    bits: float
+    bits: float | None
     multiple: Shape
     part_shapes: Callable[[Shape], Mapping[str, ShapePattern]]
     decode: Callable[[Mapping[str, Tensor], Shape], Tensor]
     encode: Callable[[Tensor], dict[str, Tensor]]
+    check: Callable[[Mapping[str, StoredTensor]], Iterable[str]] = _nothing_more
     is_plain: bool = False
 
     def quantize(self, weight: Tensor) -> "QuantTensor":
@@ -97,13 +108,18 @@ class Format:
     def problems(self, prefix: str, shape: Shape, infos: Mapping[str, StoredTensor]) -> list[str]:
         """Every reason why the tensors under `prefix` are not a weight of (out, in) = `shape`."""
         found = self._indivisible(prefix, shape)
-        for part, (name, expected) in zip(
-            self.parts.values(), self.expected_parts(prefix, shape).items(), strict=True
+        held = {}
+        for (key, part), (name, expected) in zip(
+            self.parts.items(), self.expected_parts(prefix, shape).items(), strict=True
         ):
             if name in infos:
-                found += _differences(name, infos[name], expected)
+                held[key] = infos[name]
+                if not (part.is_scalar and held[key].shape == (1,)):
+                    found += _differences(name, held[key], expected)
             elif not part.optional:
                 found.append(f"{name}: missing (part of {self.name})")
+        if all(key in held for key, part in self.parts.items() if not part.optional):
+            found += [prefix + sentence for sentence in self.check(held)]
         return found
 
     def _indivisible(self, where: str, shape: Shape) -> list[str]:

@@ -5,11 +5,17 @@ A new format is one instance in a file of its own and one entry in FORMATS.
 
 from collections.abc import Mapping
 
-from emberbox.formats import bf16, fp8_block
+from emberbox.formats import bf16, exl3, fp8_block, nvfp4
 from emberbox.formats.base import Format, StoredTensor
 from emberbox.formats.dtypes import DTYPE_TAGS
 
-FORMATS: tuple[Format, ...] = (bf16.FORMAT, fp8_block.FORMAT)
+FORMATS: tuple[Format, ...] = (
+    bf16.FORMAT,
+    fp8_block.FORMAT,
+    nvfp4.FORMAT,
+    nvfp4.RECIPROCAL,
+    exl3.FORMAT,
+)
 
 
 def detect(
