@@ -54,7 +54,8 @@ test: $(VENV)/.dev ## the tests that need no GPU (ARGS="-k name" narrows them)
 mutants: $(VENV)/.dev ## known mistakes, made one at a time: every one must be caught
 	@$(BIN)/python tools/mutants.py --fast --write docs/mutants.md
 
-soak: $(VENV)/.dev ## 5,000 random schedules through the real engine (hours), each reply as if alone
+soak: $(VENV)/.dev ## slow tests, then 5,000 random schedules through the real engine (hours)
+	@$(PYTEST) -m "slow and not gpu"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.engine_schedules --schedules 5000
 
 bench: $(VENV)/.dev ## speed of the engine on this machine against its bars; writes a receipt

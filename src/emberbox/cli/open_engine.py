@@ -8,7 +8,8 @@ from emberbox.errors import CheckpointError, MemoryRefused
 from emberbox.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from emberbox.engine.llm import LLM, LoadListener
+    from emberbox.engine.llm import LLM
+    from emberbox.engine.loading import LoadListener
 
 # At ember-nano's width a second thread gains nothing (decode 57 tokens/s with one, 55 with two; two
 # idle Xeon cores, 2026-11-30), and on busy cores the threads wait for each other.

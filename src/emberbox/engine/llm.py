@@ -12,19 +12,16 @@ from itertools import count
 from numbers import Integral
 from operator import index
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from emberbox.chat.detokenizer import Detokenizer
-from emberbox.chat.media_settings import PREPROCESSOR_FILE, MediaSettings
 from emberbox.chat.parser import split_reasoning
 from emberbox.chat.prompt import ChatFormat
-from emberbox.device import Device
 from emberbox.engine.agreement import check_agreement
 from emberbox.engine.core import Drafter, Engine
-from emberbox.engine.memory_plan import MemoryPlan, plan_memory
+from emberbox.engine.loading import LoadListener, load
 from emberbox.engine.pictures import PromptPictures
 from emberbox.engine.prefix_keys import prefix_keys
 from emberbox.engine.request import (
@@ -38,24 +35,11 @@ from emberbox.engine.request import (
 )
 from emberbox.engine.score import hidden_states
 from emberbox.errors import ContextLengthError, RequestError, SettingsError
-from emberbox.model.config import Glm5NextConfig
-from emberbox.model.network import Network
-from emberbox.model.weights import assign, load_parameters
-from emberbox.ops.table import bind_all
 from emberbox.settings import EngineSettings
-from emberbox.store.checkpoint import open_checkpoint
 
 SCORE_CHUNK = 512
 ASSISTANT = "<|assistant|>"
 MAX_SUFFIX_TOKENS = 4  # the marker, and a thought that is opened and perhaps closed
-
-
-class LoadListener(Protocol):
-    """Hears how a checkpoint is loaded: the plan before a byte is read, then each tensor's size."""
-
-    def planned(self, memory: MemoryPlan, num_bytes: int) -> None: ...
-
-    def read(self, num_bytes: int) -> None: ...
 
 
 class LLM:
@@ -79,29 +63,9 @@ class LLM:
             raise SettingsError("path is empty; the folder of a checkpoint")
         settings = settings or EngineSettings()
         self.folder = Path(path)
-        found = Device.detect(settings.device)
-        self.device = torch.device(found.torch_name)
-        self.dtype = _dtype(settings.dtype, self.device)
-        checkpoint = open_checkpoint(self.folder)
-        self.config = Glm5NextConfig.from_dict(checkpoint.config, checkpoint.mtp_config)
-        assignment = assign(self.config, checkpoint.tensors)
-        self.memory = plan_memory(
-            self.config,
-            weight_bytes=assignment.loaded_bytes(self.dtype.itemsize),
-            available_bytes=found.free_memory_bytes(),
-            dtype=self.dtype,
-            settings=settings,
-            max_image_tokens=self._max_image_tokens(),
-        )
-        on_bytes = None
-        if listener is not None:
-            on_bytes = listener.read
-            listener.planned(self.memory, assignment.num_bytes)
-        params = load_parameters(
-            checkpoint, assignment, device=self.device, dtype=self.dtype, on_bytes=on_bytes
-        )
-        self.ops = bind_all(self.device, found.capability or (0, 0))
-        self.network = Network(self.config, params, self.ops)
+        loaded = load(self.folder, settings, listener)
+        self.network, self.memory = loaded.network, loaded.memory
+        self.config, self.device = self.network.config, self.network.embedding.device
         self.engine = Engine(self.network, self.memory, self._detokenizer, drafter=drafter)
         self.max_model_len = self.memory.max_model_len
         self.model_id = self.folder.resolve().name
@@ -289,12 +253,6 @@ class LLM:
         features = pictures.rows(self.engine.runner.encode, 0, len(prompt.token_ids))
         return hidden_states(self.network, prompt.token_ids, features, chunk=chunk)
 
-    def _max_image_tokens(self) -> int:
-        """Of one picture; a folder without picture settings is planned with the released ones."""
-        has_settings = (self.folder / PREPROCESSOR_FILE).exists()
-        media = MediaSettings.open(self.folder) if has_settings else MediaSettings()
-        return media.max_image_tokens
-
     @cached_property
     def _token_text(self) -> Callable[[int], tuple[str, bytes]]:
         tokenizer = self.format.tokenizer
@@ -373,9 +331,3 @@ class LLM:
     def _forget(self, request_id: int) -> None:
         self._mail.pop(request_id, None)
         self.engine.abort(request_id)
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.float32 if name == "float32" else torch.bfloat16

@@ -10,6 +10,10 @@ from emberbox.model.parameters import TEXT, VISUAL, mtp_prefix
 _LAYER = re.compile(re.escape(TEXT) + r"layers\.(\d{1,6})\.(?:mlp\.experts\.(\d{1,6})\.)?")
 _BLOCK = re.compile(re.escape(VISUAL) + r"blocks\.(\d{1,6})\.")
 
+# A part of an EXL3 weight with something between it and the weight's name, or behind it.
+_PART = r"(?:trellis|suh|svh|su|sv|mcg|mul1)"
+_SLICE = re.compile(rf"(?:_proj|lm_head)\.(?:.+\.{_PART}|{_PART}[._].+)")
+
 
 def shown(name: str) -> str:
     """A tensor name from a file as it may be printed."""
@@ -22,6 +26,8 @@ def not_known(name: str, config: Glm5NextConfig) -> str:
         return "unknown, the config has no vision_config"
     if name.startswith(mtp_prefix(config)) and not config.text.num_mtp_layers:
         return "unknown, the config has num_nextn_predict_layers 0"
+    if _SLICE.search(name):
+        return "a slice, cut in advance for tensor parallel; only whole matrices are read"
     return "unknown to this network"
 
 

@@ -7,6 +7,7 @@ stored is read off the tensors beside it, never off the config. Knows no kernels
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -52,6 +53,13 @@ class Piece:
     def is_quantised(self) -> bool:
         return self.format is not None and not self.format.is_plain
 
+    def loaded_bytes(self, item: int, decoded: bool) -> int:
+        """As `Assignment.loaded_bytes`, of this parameter."""
+        if self.is_quantised and decoded:
+            return prod(self.parameter.shape) * item
+        infos = self.infos.values()
+        return sum(i.num_bytes * (item // 2 if i.dtype == "BF16" else 1) for i in infos)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -71,7 +79,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which tensors fill which parameters. `spare`: those the caller chose not to load."""
+    """Which tensors fill which parameters. `spare` stay on disk: what the caller chose not to load,
+    and plain weights that lie beside their own quantised form.
+    """
 
     placements: tuple[Placement, ...]
     where: str
@@ -87,10 +97,17 @@ class Assignment:
         """Bytes to read."""
         return sum(info.num_bytes for placement in self.placements for info in placement.infos())
 
-    def loaded_bytes(self, item: int) -> int:
-        """Bytes in memory once loaded, where plain BF16 matrices take `item` bytes a weight."""
-        infos = [info for placement in self.placements for info in placement.infos()]
-        return sum(i.num_bytes * (item // 2 if i.dtype == "BF16" else 1) for i in infos)
+    @property
+    def has_quantised(self) -> bool:
+        """Whether any weight is stored in a quantised format."""
+        return any(piece.is_quantised for p in self.placements for piece in p.pieces)
+
+    def loaded_bytes(self, item: int, *, decoded: bool = False) -> int:
+        """Bytes in memory once loaded, where plain BF16 matrices take `item` bytes a weight.
+
+        `decoded`: quantised weights do too.
+        """
+        return sum(piece.loaded_bytes(item, decoded) for p in self.placements for piece in p.pieces)
 
     def without(self, part: Part) -> "Assignment":
         """The same, with the tensors of MTP layer or vision tower left on disk, as `spare`."""
@@ -117,7 +134,7 @@ def assign(config: Glm5NextConfig, infos: Mapping[str, TensorInfo]) -> Assignmen
     where = str(next(iter(infos.values())).file.parent) if infos else "no tensors"
     if reasons:
         raise LoadRefused(where, [*both_values(config, infos), *reasons], hint=HINT)
-    return Assignment(tuple(matcher.placements), where)
+    return Assignment(tuple(matcher.placements), where, tuple(matcher.spare))
 
 
 class _Matcher:
@@ -127,6 +144,7 @@ class _Matcher:
         self.infos = infos
         self.placements: list[Placement] = []
         self.claimed: set[str] = set()
+        self.spare: list[TensorInfo] = []
         self.reasons: list[str] = []
 
     def fill(self, slot: Slot) -> None:
@@ -141,8 +159,15 @@ class _Matcher:
                 self.placements.append(Placement(target, pieces))
 
     def _choose(self, slot: Slot) -> tuple[Target, ...]:
-        """The form that is there; the released one if none is. Two are a reason."""
+        """The form that is there; the released one if none is. Two are a reason, unless one is
+        quantised and the other is not: published files keep the vision tower's q, k, v both ways.
+        """
         held = [form for form in slot.forms if any(map(self._is_held, _parameters(form)))]
+        quantised = [form for form in held if any(map(self._is_quantised, _parameters(form)))]
+        if len(held) > 1 and len(quantised) == 1:
+            pieces = [self._piece(p) for f in held if f not in quantised for p in _parameters(f)]
+            self.spare += [info for piece in pieces for info in piece.infos.values()]
+            return quantised[0]
         for other in held[1:]:
             beside = ", ".join(parameter.name for parameter in _parameters(held[0]))
             twice = [name for p in _parameters(other) for name in self._names(p)]
@@ -161,6 +186,10 @@ class _Matcher:
 
     def _is_held(self, parameter: Parameter) -> bool:
         return bool(self._names(parameter))
+
+    def _is_quantised(self, parameter: Parameter) -> bool:
+        found = detect(parameter.name.removesuffix(WEIGHT), self.infos)
+        return parameter.kind is Kind.LINEAR and found is not None and not found.is_plain
 
     def _piece(self, parameter: Parameter) -> Piece:
         if parameter.kind is Kind.LINEAR:
@@ -199,8 +228,11 @@ class _Matcher:
         for other in FORMATS:
             part = next((p for p in other.parts.values() if p.suffix == WEIGHT), None)
             if not other.is_plain and part and dtype in {DTYPE_TAGS[d] for d in part.dtypes}:
-                for name in other.part_names(prefix).values():
-                    if name not in self.infos:
+                for spec in other.parts.values():
+                    name = prefix + spec.suffix
+                    if name in self.infos:
+                        self.claimed.add(name)
+                    elif not spec.optional:
                         yield f"{name}: missing (part of {other.name})"
 
 

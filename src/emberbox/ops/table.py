@@ -25,6 +25,7 @@ from emberbox.ops import (
     kda_step,
     kda_verify,
     linear,
+    linear_exl3,
     linear_quant,
     mla_attention,
     moe_experts,
@@ -42,6 +43,7 @@ OPS: Mapping[str, Op[..., Any]] = {
         rms_norm.OP,
         linear.OP,
         linear_quant.OP,
+        linear_exl3.OP,
         swiglu.OP,
         hyper_mix.OP,
         hyper_update.OP,
@@ -63,7 +65,7 @@ OPS: Mapping[str, Op[..., Any]] = {
 }
 
 # Ops of one format: QuantTensor.format.name -> op. A format without an entry uses linear_quant.
-LINEAR_BY_FORMAT: Mapping[str, str] = {}
+LINEAR_BY_FORMAT: Mapping[str, str] = {"exl3": "linear_exl3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class OpTable:
     rms_norm: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     linear_quant: Callable[..., Tensor]
+    linear_exl3: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     hyper_mix: Callable[..., tuple[Tensor, Tensor, Tensor]]
     hyper_update: Callable[..., Tensor]

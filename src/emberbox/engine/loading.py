@@ -1,0 +1,100 @@
+"""A checkpoint folder as a network in memory: checked, planned, then read. Knows no requests."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from emberbox.chat.media_settings import PREPROCESSOR_FILE, MediaSettings
+from emberbox.device import Device
+from emberbox.engine.decode_once import decode_once
+from emberbox.engine.memory_plan import MemoryPlan, plan_memory
+from emberbox.errors import MemoryRefused
+from emberbox.model.config import Glm5NextConfig
+from emberbox.model.network import Network
+from emberbox.model.weights import Assignment, assign, load_parameters
+from emberbox.ops.table import bind_all
+from emberbox.settings import EngineSettings
+from emberbox.store.checkpoint import open_checkpoint
+
+
+class LoadListener(Protocol):
+    """Hears how a checkpoint is loaded: the plan before a byte is read, then each tensor's size."""
+
+    def planned(self, memory: MemoryPlan, num_bytes: int) -> None: ...
+
+    def read(self, num_bytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A network, and the plan its engine follows."""
+
+    network: Network
+    memory: MemoryPlan
+
+
+def load(folder: Path, settings: EngineSettings, listener: LoadListener | None = None) -> Loaded:
+    """Raises CheckpointError (every reason named), SettingsError or MemoryRefused; all but what
+    only the bytes show before a byte of weights is read.
+
+    On a CPU quantised weights are decoded once, if the plan has room for that: no kernel reads
+    them there as they are stored.
+    """
+    found = Device.detect(settings.device)
+    device = torch.device(found.torch_name)
+    dtype = _dtype(settings.dtype, device)
+    checkpoint = open_checkpoint(folder)
+    config = Glm5NextConfig.from_dict(checkpoint.config, checkpoint.mtp_config)
+    assignment = assign(config, checkpoint.tensors)
+    planner = _Planner(config, assignment, found.free_memory_bytes(), dtype, settings, folder)
+    memory, is_decoded = planner.plan(may_decode=found.kind == "cpu")
+    if listener is not None:
+        listener.planned(memory, assignment.num_bytes)
+    on_bytes = None if listener is None else listener.read
+    params = load_parameters(checkpoint, assignment, device=device, dtype=dtype, on_bytes=on_bytes)
+    if is_decoded:
+        params = decode_once(params, dtype, assignment.where)
+    return Loaded(Network(config, params, bind_all(device, found.capability or (0, 0))), memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    config: Glm5NextConfig
+    assignment: Assignment
+    available_bytes: int
+    dtype: torch.dtype
+    settings: EngineSettings
+    folder: Path
+
+    def plan(self, *, may_decode: bool) -> tuple[MemoryPlan, bool]:
+        """The plan, and whether it has room for decoded weights."""
+        if may_decode and self.assignment.has_quantised:
+            try:
+                return self._plan(decoded=True), True
+            except MemoryRefused:
+                pass  # as they are stored, slowly
+        return self._plan(decoded=False), False
+
+    def _plan(self, *, decoded: bool) -> MemoryPlan:
+        return plan_memory(
+            self.config,
+            weight_bytes=self.assignment.loaded_bytes(self.dtype.itemsize, decoded=decoded),
+            available_bytes=self.available_bytes,
+            dtype=self.dtype,
+            settings=self.settings,
+            max_image_tokens=self._max_image_tokens(),
+        )
+
+    def _max_image_tokens(self) -> int:
+        """Of one picture; a folder without picture settings is planned with the released ones."""
+        has_settings = (self.folder / PREPROCESSOR_FILE).exists()
+        media = MediaSettings.open(self.folder) if has_settings else MediaSettings()
+        return media.max_image_tokens
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if name == "float32" else torch.bfloat16
