@@ -1,5 +1,7 @@
 """A step that fails, an interrupt, a submit that fails: what is given up, and that all goes on."""
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -94,3 +96,25 @@ def test_sampling_parameters_of_other_vocabularies_are_refused_by_name():
         with pytest.raises(RequestError, match=f"{name}: token 5000 is outside") as caught:
             nano_llm().check(prompt, SamplingParams(**{name: value}))
         assert caught.value.param == name
+
+
+def test_a_second_thread_is_told_and_the_first_goes_on(monkeypatch):
+    expected = run(engine_of(), ids(40), 6)
+    engine = engine_of()
+    engine.submit(0, Prompt(ids(40)), params(6))
+    forward, told = engine.runner.forward, []
+
+    def interfered(*arguments):
+        def step():
+            with pytest.raises(RequestError, match="another thread"):
+                engine.step()
+            told.append(True)
+
+        thread = Thread(target=step)
+        thread.start()
+        thread.join()
+        return forward(*arguments)
+
+    monkeypatch.setattr(engine.runner, "forward", interfered)
+    assert tokens_of(drain(engine)[0]) == expected
+    assert len(told) == engine.stats().steps

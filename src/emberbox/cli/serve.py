@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
                 print(json.dumps(ready) if args.json else text, flush=True)
                 stop.check()
                 # After its own clean-up uvicorn raises the signal again; as an interrupt it ends.
-                serve(app, bound)
+                serve(app, bound, worker.close)
                 stop.check()
     except KeyboardInterrupt:
         log.info("stopped")

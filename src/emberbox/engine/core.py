@@ -7,6 +7,7 @@ chat format.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol
 
 from emberbox.chat.detokenizer import Detokenizer
@@ -69,6 +70,7 @@ class Engine:
         self.drafter = drafter
         self._make_detokenizer = make_detokenizer
         self._replies: dict[int, _Reply] = {}
+        self._stepping = Lock()
         self._counters = dict.fromkeys(COUNTERS, 0)
 
     @property
@@ -152,8 +154,19 @@ class Engine:
 
         Logits that are not finite, and pictures that cannot be encoded, end their own request. Any
         other failure, an interrupt included, gives up every request of the step and is raised; the
-        others go on with the next step.
+        others go on with the next step. Raises RequestError when another thread is in a step.
         """
+        if not self._stepping.acquire(blocking=False):
+            raise RequestError(
+                "another thread is in a step of this engine",
+                hint="use an LLM from one thread, or serve it and ask over HTTP",
+            )
+        try:
+            return self._step()
+        finally:
+            self._stepping.release()
+
+    def _step(self) -> list[RequestEvent]:
         plan = self.scheduler.schedule(self._propose)
         if not plan.work:
             return []

@@ -47,8 +47,8 @@ class LLM:
 
     Of the settings, dtype "auto" is float32 on a CPU, bfloat16 on a GPU; max_model_len None is the
     model's own context, or what fits. `drafter` guesses tokens that the network then verifies; the
-    replies are the same with any. `listener` hears of the load. Raises CheckpointError (every
-    reason named), SettingsError or MemoryRefused before anything is served.
+    replies are the same with any. `listener` hears of the load. For use from one thread. Raises
+    CheckpointError (every reason named), SettingsError or MemoryRefused before anything is served.
     """
 
     def __init__(

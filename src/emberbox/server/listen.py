@@ -5,10 +5,12 @@ can be reported. Who connects is refused until the socket listens, and waits fro
 application runs. Knows no engine.
 """
 
+import asyncio
 import ipaddress
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,7 +18,8 @@ from starlette.types import ASGIApp
 from emberbox.errors import EnvironmentProblem
 
 IDLE_CONNECTION_SECONDS = 75
-SHUTDOWN_SECONDS = 5
+GRACE_SECONDS = 3.0  # for replies under way when the server is told to stop
+SHUTDOWN_SECONDS = 8  # for all connections; beyond it they are cut
 START_SECONDS = 30.0
 
 
@@ -53,9 +56,31 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def serve(app: ASGIApp, bound: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    _server(app).run(sockets=[bound])
+def serve(app: ASGIApp, bound: socket.socket, end_requests: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Replies that are under way then have `GRACE_SECONDS` to end; `end_requests` is called after
+    that, from another thread, so that who is left gets an error and not silence.
+    """
+    _GracefulServer(_config(app), end_requests).run(sockets=[bound])
+
+
+class _GracefulServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, end_requests: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._end_requests = end_requests
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what is open, then the server."""
+        ending = asyncio.create_task(self._end_after_grace())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_after_grace(self) -> None:
+        await asyncio.sleep(GRACE_SECONDS)
+        await asyncio.to_thread(self._end_requests)
 
 
 class BackgroundServer:
@@ -63,7 +88,7 @@ class BackgroundServer:
 
     def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
         self.url = url_of(bound)
-        self._server = _server(app)
+        self._server = uvicorn.Server(_config(app))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [bound]}, name="emberbox-http", daemon=True
         )
@@ -82,8 +107,8 @@ class BackgroundServer:
         self._thread.join(SHUTDOWN_SECONDS + 5)
 
 
-def _server(app: ASGIApp) -> uvicorn.Server:
-    config = uvicorn.Config(
+def _config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
@@ -94,7 +119,6 @@ def _server(app: ASGIApp) -> uvicorn.Server:
         timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    return uvicorn.Server(config)
 
 
 def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> EnvironmentProblem:

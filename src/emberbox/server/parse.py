@@ -162,7 +162,7 @@ def _check_ranges(request: GenerationRequest) -> None:
     between("min_p", request.min_p, 0, 1)
     between("presence_penalty", request.presence_penalty, -2, 2)
     between("frequency_penalty", request.frequency_penalty, -2, 2)
-    between("repetition_penalty", request.repetition_penalty, 0, 100)
+    between("repetition_penalty", request.repetition_penalty, 0.01, 100)
     between("seed", request.seed, -(2**63), 2**63 - 1)
     stops = stop_strings(request)
     if len(stops) > MAX_STOPS or "" in stops:
