@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def talk(session: Session) -> None:
     """Read, answer, until Ctrl-D or /quit. Ctrl-C stops a reply, or drops what is typed."""
     with contextlib.suppress(ImportError):  # not on every system; input() edits lines with it
         import readline  # noqa: F401
+    # Where a shell started us in the background, Ctrl-C is ignored until someone asks for it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     screen = _Screen(Console(highlight=False, soft_wrap=True))
     screen.note(f"{session.client.model} at {session.client.url}; /help lists the commands")
     while True:
