@@ -312,3 +312,14 @@ def test_token_ids_of_any_integer_type_are_taken_and_booleans_are_not():
     assert nano_llm().generate([np.array(ids)], params) == expected
     with pytest.raises(RequestError, match="true or false"):
         nano_llm().generate([[True, 2]], params)
+
+
+@pytest.mark.parametrize(("asked", "threads"), [(0, 1), (2, 2)])
+def test_threads_are_those_asked_for_or_one_for_a_small_model(asked, threads):
+    former = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        LLM(NANO, EngineSettings(device="cpu", num_threads=asked, max_model_len=64))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(former)

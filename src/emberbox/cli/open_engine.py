@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from emberbox.engine.llm import LLM
     from emberbox.engine.loading import LoadListener
 
-# At ember-nano's width a second thread gains nothing (decode 57 tokens/s with one, 55 with two; two
-# idle Xeon cores, 2026-11-30), and on busy cores the threads wait for each other.
-ONE_THREAD_MAX_HIDDEN = 512
 # The shortest prompt that runs every part once, so that the first user waits for nothing else.
 WARM_UP_MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -28,10 +25,9 @@ def open_llm(
     if not _is_folder(folder):
         raise CheckpointError(
             f"{folder}: there is no such folder",
-            hint="expected a checkpoint folder with config.json and safetensors files",
+            hint="expected a checkpoint folder with config.json and safetensors files; "
+            "the address of a server begins with http://",
         )
-    import torch
-
     from emberbox.engine.llm import LLM
     from emberbox.engine.request import SamplingParams
 
@@ -39,10 +35,6 @@ def open_llm(
         llm = LLM(folder, settings, listener=listener)
     except MemoryRefused as refused:
         raise MemoryRefused(refused.message, hint=as_flags(refused.hint)) from None
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
-    elif llm.device.type == "cpu" and llm.config.text.hidden_size <= ONE_THREAD_MAX_HIDDEN:
-        torch.set_num_threads(1)
     llm.chat(WARM_UP_MESSAGES, SamplingParams(max_tokens=1))
     return llm
 
