@@ -39,6 +39,29 @@ def test_after_a_failed_step_the_engine_goes_on_with_what_comes_then(monkeypatch
     assert engine.stats().pages_used == 0
 
 
+def test_a_snapshot_whose_copy_failed_is_not_gone_on_from(monkeypatch):
+    engine, prompt = engine_of(num_snapshots=1), ids(40)
+    reply = run(engine_of(), prompt, 6)
+    engine.submit(0, Prompt(prompt), params(6))
+    for _ in reply[:-1]:
+        engine.step()
+    save = engine.runner.save
+
+    def fail(saves):  # the copies of a plan are made, those of the reply's end are not
+        if saves:
+            raise KeyboardInterrupt
+        save(saves)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "save", fail)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert not engine.knows(0)
+    assert not engine.has_work
+    longer = (*prompt, *reply, *ids(9))
+    assert run(engine, longer, 6) == run(engine_of(), longer, 6)
+
+
 def test_an_interrupted_reply_leaves_the_llm_usable_and_other_streams_told(monkeypatch):
     llm = LLM(NANO, EngineSettings(dtype="float32", device="cpu", max_model_len=512))
     question = [{"role": "user", "content": "Count from 3 to 9."}]

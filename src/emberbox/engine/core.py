@@ -199,6 +199,8 @@ class Engine:
             self.runner.discard(work.slot)
         if self.scheduler.is_planned:
             self.scheduler.commit(plan, {})
+        # One may be findable whose copy was not made.
+        self.scheduler.snapshots.clear()
 
     def stats(self) -> EngineStats:
         """What is held now, and counters since the start."""
@@ -301,10 +303,11 @@ class Engine:
             }
         )
         self.runner.save(plan.saves)  # one that a failed request took back is found by nobody
-        self.runner.save(self.scheduler.commit(plan, results))
+        ended = self.scheduler.commit(plan, results)
         for request_id, result in results.items():
             if result.is_finished:
                 del self._replies[request_id]
+        self.runner.save(ended)
 
 
 COUNTERS = (
