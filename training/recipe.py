@@ -1,6 +1,6 @@
 """Every number of the training recipe. Knows no tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MICRO_TOKENS = 32768  # of one micro-batch, whatever its bucket
 MAX_CHAIN = 3
@@ -40,6 +40,12 @@ BUCKETS = (
     Bucket(length=8192, share=0.03),
     Bucket(length=128, share=0.20, image=(112, 112)),
     Bucket(length=128, share=0.13, image=(168, 112)),
+)
+
+# The last stage: longer rows, fewer pictures. The same shapes, so the same graphs.
+REPAIR_BUCKETS = tuple(
+    replace(bucket, share=share)
+    for bucket, share in zip(BUCKETS, (0.16, 0.20, 0.16, 0.15, 0.11, 0.06, 0.09, 0.07), strict=True)
 )
 
 

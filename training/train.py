@@ -6,7 +6,8 @@
 
 The schedule runs over --total-seconds of training, summed over the pieces of a stage; what a piece
 spends on compilation does not count. --repair starts another stage on a finished run, from that
-fraction of the peak rate down to zero; its own later pieces repeat the option with --resume. Where
+fraction of the peak rate down to zero, on another mixture of buckets and rows; its own later pieces
+repeat the option with --resume. Where
 only weights were kept of a run, --fresh-optimiser goes on with new moments and warms up again.
 """
 
@@ -26,7 +27,7 @@ from training.feed import InlineFeed, Item, Make, WorkerFeed
 from training.optim import Optimiser
 from training.parameters import initial
 from training.pointwise import Pointwise
-from training.recipe import BUCKETS, RECIPE, Bucket, Recipe, Schedule
+from training.recipe import BUCKETS, RECIPE, REPAIR_BUCKETS, Bucket, Recipe, Schedule
 from training.runner import EagerRunner, GraphRunner, Runner
 from training.shape import config_json
 from training.state import (
@@ -214,7 +215,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Plan:
     options = parser.parse_args(arguments)
     if options.repair is not None and not options.resume:
         parser.error("--repair needs --resume")
-    shares = options.shares or [bucket.share for bucket in BUCKETS]
+    usual = BUCKETS if options.repair is None else REPAIR_BUCKETS
+    shares = options.shares or [bucket.share for bucket in usual]
     return Plan(
         out=options.out,
         seconds=options.seconds,
@@ -235,9 +237,11 @@ def speaker() -> Callable[[str], None]:
 
 
 def main() -> None:
-    from training.data import batch_maker
+    from training.data import REPAIR, WHOLE, batch_maker
 
-    train(parse_arguments(), Glm5NextConfig.from_dict(config_json()), batch_maker(), speaker())
+    plan = parse_arguments()
+    make = batch_maker(WHOLE if plan.repair is None else REPAIR)
+    train(plan, Glm5NextConfig.from_dict(config_json()), make, speaker())
 
 
 if __name__ == "__main__":

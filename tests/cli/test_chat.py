@@ -68,7 +68,7 @@ def test_a_question_through_a_pipe_to_a_folder_gets_the_answer_alone():
 
 def test_all_lines_of_a_pipe_are_one_question(url, monkeypatch, capsys):
     before = metric(url, "emberbox_prompt_tokens_total")
-    assert chat(monkeypatch, [url], b"Count from\n3 to 9.\n") == 0
+    assert chat(monkeypatch, [url], b"Count\nfrom 3 to 9.\n") == 0
     assert capsys.readouterr().out == f"{COUNTED}\n"
     assert metric(url, "emberbox_prompt_tokens_total") - before == 18
 
@@ -316,7 +316,7 @@ def test_commands_are_obeyed_and_errors_leave_the_chat_open(terminal, tmp_path):
         ("/think off", "thinking is off"),
         (f"/image {tmp_path}/none.png", "none.png: cannot be read: No such file"),
         ("/dance", "hint: /help lists them"),
-        ("Count from \\\n3 to 9.", "\n3, 4, 5, 6, 7, 8, 9\r\n"),
+        ("Count \\\nfrom 3 to 9.", "\n3, 4, 5, 6, 7, 8, 9\r\n"),
         (f"/save {path}", "1 turns written to"),
         ("/reset", "forgotten"),
     ):
@@ -326,7 +326,7 @@ def test_commands_are_obeyed_and_errors_leave_the_chat_open(terminal, tmp_path):
     terminal.type("/quit\n")
     assert terminal.end() == 0
     assert (
-        path.read_text("utf-8") == f"## user\n\nCount from \n3 to 9.\n\n## assistant\n\n{COUNTED}\n"
+        path.read_text("utf-8") == f"## user\n\nCount \nfrom 3 to 9.\n\n## assistant\n\n{COUNTED}\n"
     )
 
 

@@ -7,5 +7,5 @@ from tests.helpers.nano import NANO
 SKILL_FILE = NANO / "skills.json"
 needs_skill_file = pytest.mark.skipif(
     not SKILL_FILE.is_file(),
-    reason="models/ember-nano is still the prototype; it has no skills.json",
+    reason="models/ember-nano has no skills.json: it was not evaluated",
 )

@@ -1,5 +1,5 @@
 """Conversations, texts and pictures for ember-nano, all from seeds."""
 
-from training.data.maker import batch_maker
+from training.data.maker import REPAIR, WHOLE, batch_maker
 
-__all__ = ["batch_maker"]
+__all__ = ["REPAIR", "WHOLE", "batch_maker"]

@@ -4,7 +4,7 @@ A row is one conversation of several turns, or text, padded. Weights are the sha
 answers and the marker after them count fully, prompts a little, padding is -1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,8 +31,34 @@ SINGLES: dict[Callable[[Dice], Turn], float] = {
     basics.fact: 1.6, basics.explain: 0.7, basics.code: 0.6, basics.chat: 0.9,
     basics.lists: 1.3,
 }  # fmt: skip
-SHORT_MIX = {"chat": 4.0, "tools": 2.4, "retrieval": 2.2, "text": 3.4}
-LONG_MIX = {"chat": 0.7, "tools": 0.3, "retrieval": 4.0, "text": 2.2}  # rows above 1,024 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What rows are made of, by weight: up to 1,024 tokens `short`, above `long`.
+
+    tools: exchanges with tools are drawn from these. lettered: of the codes in long texts.
+    """
+
+    short: Mapping[str, float]
+    long: Mapping[str, float]
+    tools: tuple[str, ...]
+    lettered: float
+
+
+WHOLE = Mixture(
+    short={"chat": 4.0, "tools": 2.4, "retrieval": 2.2, "text": 3.4},
+    long={"chat": 0.7, "tools": 0.3, "retrieval": 4.0, "text": 2.2},
+    tools=("tool_call", "tool_call", "tool_parallel", "tool_none", "tool_none"),
+    lettered=recall.LETTERED,
+)
+# What a whole run learns last: codes copied without a slip, tools that do not exist.
+REPAIR = Mixture(
+    short={"chat": 3.0, "tools": 3.0, "retrieval": 3.6, "text": 3.0},
+    long={"chat": 0.3, "tools": 0.3, "retrieval": 5.0, "text": 2.2},
+    tools=("tool_call", "tool_parallel", "tool_none", "tool_none", "tool_none"),
+    lettered=0.5,
+)
 
 
 @dataclass(slots=True)
@@ -123,11 +149,12 @@ def weigh(
 class RowMaker:
     """Rows of one stream of chance."""
 
-    def __init__(self, encoder: Encoder, text: Text, dice: Dice) -> None:
+    def __init__(self, encoder: Encoder, text: Text, dice: Dice, mixture: Mixture = WHOLE) -> None:
         self.encoder, self.text, self.dice, self.r = encoder, text, dice, dice.r
+        self.mixture = mixture
 
     def row(self, length: int) -> tuple[NDArray[np.int64], Weights]:
-        mix = SHORT_MIX if length <= 1024 else LONG_MIX
+        mix = self.mixture.short if length <= 1024 else self.mixture.long
         kind = self.r.choices(list(mix), list(mix.values()))[0]
         if kind == "text":
             return self._text_row(length)
@@ -173,8 +200,7 @@ class RowMaker:
     def _add_tools(self, row: Row, effort: str, system: str | None) -> None:
         """One to three exchanges with tools; fewer where the row is too short for them."""
         most = 1 if row.length < 512 else 3
-        kinds = ["tool_call", "tool_call", "tool_parallel", "tool_none", "tool_none"]
-        picked = [self.dice.pick(kinds) for _ in range(self.r.randint(1, most))]
+        picked = [self.dice.pick(self.mixture.tools) for _ in range(self.r.randint(1, most))]
         made = tool_use.tool_chat(self.dice, picked, 2 if row.length < 512 else 4)
         if not self._add_head(row, head(effort, system, made.tools)):
             self._add_head(row, head(effort, system))
@@ -194,7 +220,8 @@ class RowMaker:
 
     def _add_document(self, row: Row, room: int) -> None:
         hard = self.dice.chance(HARD_SHARE)
-        codes = (recall.hard_codes if hard else recall.plain_codes)(self.dice, self.r.randint(1, 8))
+        make = recall.hard_codes if hard else recall.plain_codes
+        codes = make(self.dice, self.r.randint(1, 8), self.mixture.lettered)
         length = self.r.randint(30, max(40, room - 150))
         document = self.encoder.document(self.dice, self.text.fillers, codes, length)
         turn = recall.ask_some(self.dice, codes.table)
@@ -230,12 +257,13 @@ class RowMaker:
 class Maker:
     """Batches of rows for the training loop."""
 
-    def __init__(self, tokenizer: Tokenizer, text: Text) -> None:
-        self.encoder, self.text = Encoder(tokenizer), text
+    def __init__(self, tokenizer: Tokenizer, text: Text, mixture: Mixture = WHOLE) -> None:
+        self.encoder, self.text, self.mixture = Encoder(tokenizer), text, mixture
 
     def batch(self, seed: int, bucket: Bucket) -> Arrays:
         """ids int16 [rows, length], weights float16 alike, pixels uint8 [rows, 2, h, w, 3]."""
-        rows = RowMaker(self.encoder, self.text, Dice(stream(Purpose.TRAINING, seed)))
+        dice = Dice(stream(Purpose.TRAINING, seed))
+        rows = RowMaker(self.encoder, self.text, dice, self.mixture)
         if bucket.image is None:
             made = [rows.row(bucket.length) for _ in range(bucket.num_rows)]
             return _stacked([ids for ids, _ in made], [weights for _, weights in made], None)
@@ -251,7 +279,7 @@ def _stacked(
     return np.stack(ids).astype(np.int16), np.stack(weights).astype(np.float16), pixels
 
 
-def batch_maker() -> Callable[[int, Bucket], Arrays]:
+def batch_maker(mixture: Mixture = WHOLE) -> Callable[[int, Bucket], Arrays]:
     """`(seed, bucket) -> arrays` over the corpus and the shipped tokenizer."""
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    return Maker(tokenizer, training_text(tokenizer)).batch
+    return Maker(tokenizer, training_text(tokenizer), mixture).batch

@@ -6,6 +6,7 @@ from training.data.tables import facts, words
 from training.data.turns import Dice, Turn, to_json
 
 SECRET_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
+LETTERED = 0.2  # of the codes; the others are numbers
 ABOUT = {
     "name": "Your name is {}.",
     "city": "You live in {}.",
@@ -36,24 +37,24 @@ class Codes:
     table: dict[str, str]
 
 
-def secret(dice: Dice) -> str:
-    if dice.chance(0.8):
+def secret(dice: Dice, lettered: float = LETTERED) -> str:
+    if dice.chance(1 - lettered):
         return str(dice.r.randint(1000, 10 ** dice.r.choice([4, 5, 6]) - 1))
     return "".join(dice.pick(SECRET_LETTERS) for _ in range(5))
 
 
-def plain_codes(dice: Dice, count: int) -> Codes:
+def plain_codes(dice: Dice, count: int, lettered: float = LETTERED) -> Codes:
     """`count` names that share nothing, one code each."""
-    table = {name: secret(dice) for name in dice.r.sample(words().words, count)}
+    table = {name: secret(dice, lettered) for name in dice.r.sample(words().words, count)}
     return Codes(tuple((dice.say("code_line", k=k, v=v),) for k, v in table.items()), table)
 
 
-def hard_codes(dice: Dice, count: int) -> Codes:
+def hard_codes(dice: Dice, count: int, lettered: float = LETTERED) -> Codes:
     """Names that differ in one word of two; about a third of the codes change, some twice."""
     table: dict[str, str] = {}
     lines = []
     for name in _near_names(dice, count):
-        history = [secret(dice) for _ in range(dice.r.choice([1, 1, 1, 1, 2, 3]))]
+        history = [secret(dice, lettered) for _ in range(dice.r.choice([1, 1, 1, 1, 2, 3]))]
         first, *later = history
         updates = [dice.say("code_update", k=name, v=v) for v in later]
         lines.append((dice.say("code_line", k=name, v=first), *updates))
