@@ -8,10 +8,8 @@ and the index is the last to get one. Knows no torch.
 """
 
 import json
-import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +26,7 @@ from emberbox.errors import (
 )
 from emberbox.store.buffers import Buffer, byte_view
 from emberbox.store.checkpoint import INDEX_NAME
+from emberbox.store.durable import disk_problems, flush_file, flush_folder, write_file
 from emberbox.store.safetensors_header import (
     DTYPE_BITS,
     LENGTH_BYTES,
@@ -88,7 +87,7 @@ class CheckpointWriter:
                 f"{folder}: holds weights already ({old[0].name}, {len(old)} files in all)",
                 hint="choose another folder, or ask to overwrite",
             )
-        with self._refusals():
+        with disk_problems(self._folder):
             self._is_new_folder = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             self._data: BinaryIO = self._temporary("data").open("w+b")
@@ -118,7 +117,7 @@ class CheckpointWriter:
             raise ValueError("the writer is closed")
         view = byte_view(data)
         self._check(name, dtype, shape, view.nbytes)
-        with self._refusals():
+        with disk_problems(self._folder):
             if self._entries and self._entry_bytes + view.nbytes > self._max_shard_bytes:
                 self._finish_shard()
             self._data.seek(self._entry_bytes)  # a write that failed may have moved it
@@ -137,7 +136,7 @@ class CheckpointWriter:
             return
         moves: list[tuple[Path, Path]] = []
         try:
-            with self._refusals():
+            with disk_problems(self._folder):
                 self._finish_shard()
                 self._place(moves)
         except BaseException:
@@ -191,7 +190,7 @@ class CheckpointWriter:
             file.write(header)
             for entry in entries:
                 self._copy(entry, file)
-            _flush_to_disk(file)
+            flush_file(file)
         self._shards.append(_Shard(path, tuple(entry.name for entry in entries)))
         self._data.truncate(0)
         self._entries, self._entry_bytes = [], 0
@@ -211,7 +210,7 @@ class CheckpointWriter:
 
         Old index first: from there to the last rename a reader finds shards without an index.
         """
-        finals = self._final_names()
+        finals = [SINGLE_NAME] if len(self._shards) == 1 else shard_names(len(self._shards))
         renames = [(old, self._temporary(f"old-{old.name}")) for old in _weight_files(self._folder)]
         renames += [
             (shard.path, self._folder / final)
@@ -219,32 +218,17 @@ class CheckpointWriter:
         ]
         if len(finals) > 1:
             index = self._temporary("index")
-            with index.open("wb") as file:
-                file.write(self._index(finals))
-                _flush_to_disk(file)
+            write_file(index, [self._index(finals)])
             renames.append((index, self._folder / INDEX_NAME))
         for source, target in renames:
             source.replace(target)
             moves.append((source, target))
-        _flush_folder(self._folder)
-
-    def _final_names(self) -> list[str]:
-        total = len(self._shards)
-        if total == 1:
-            return [SINGLE_NAME]
-        return [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+        flush_folder(self._folder)
 
     def _index(self, finals: list[str]) -> bytes:
-        weight_map = {
-            name: final
-            for shard, final in zip(self._shards, finals, strict=True)
-            for name in shard.names
-        }
-        index = {
-            "metadata": {"total_size": self._total_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        return (json.dumps(index, indent=2) + "\n").encode()
+        pairs = zip(self._shards, finals, strict=True)
+        weight_map = {name: final for shard, final in pairs for name in shard.names}
+        return index_json(weight_map, self._total_bytes)
 
     def _temporary(self, what: str) -> Path:
         return self._folder / f".emberbox-{self._tag}-{what}.partial"
@@ -254,15 +238,19 @@ class CheckpointWriter:
         for path in self._folder.glob(f".emberbox-{self._tag}-*.partial"):
             path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"{self._folder}: cannot write: {error.strerror}",
-                hint="check free space and permissions",
-            ) from error
+
+def shard_names(count: int) -> list[str]:
+    """The usual names of `count` shards, in order."""
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def index_json(weight_map: Mapping[str, str], num_bytes: int) -> bytes:
+    """The index file: tensor name -> file name, and the bytes of all tensors."""
+    index = {
+        "metadata": {"total_size": num_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -285,16 +273,3 @@ def _header(entries: list[_Entry]) -> bytes:
         start = stop
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return raw + b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNMENT)
-
-
-def _flush_to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
