@@ -8,6 +8,7 @@ padded to multiples of 128. Any trellis decodes to finite values.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -128,6 +129,7 @@ def _channels(parts: Mapping[str, Tensor], scales: str, signs: str) -> Tensor:
     return 1.0 - 2.0 * ((parts[signs].int().unsqueeze(-1) >> bits) & 1).flatten().float()
 
 
+@cache
 def _hadamard(device: torch.device, dtype: torch.dtype) -> Tensor:
     """[128, 128] in Sylvester's order, divided by sqrt(128)."""
     h = torch.ones(1, 1, dtype=torch.float64)
