@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 import subprocess
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -21,15 +22,22 @@ def about(checkpoint: Path) -> dict[str, Any]:
     weights = sha256()
     for file in sorted(checkpoint.glob("*.safetensors")):
         weights.update(file.read_bytes())
+    return {**about_run("cpu"), "weights_sha256": weights.hexdigest()}
+
+
+def about_run(device: str) -> dict[str, Any]:
+    """Machine, versions, commit; a copy that is no working tree of its own has no commit."""
+    is_tree = _git("rev-parse", "--show-toplevel") == str(ROOT)
+    commit = _git("rev-parse", "HEAD") if is_tree else ""
+    changes = _git("status", "--porcelain", "--", "src", "benchmarks", "models")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "emberbox": __version__,
-        "commit": _git("rev-parse", "HEAD"),
-        "is_clean": not _git("status", "--porcelain", "--", "src", "benchmarks", "models"),
-        "device": Device.detect("cpu").describe(),
+        "commit": commit,
+        "is_clean": bool(commit) and not changes,
+        "device": Device.detect(device).describe(),
         "python": platform.python_version(),
         "torch_threads": torch.get_num_threads(),
-        "weights_sha256": weights.hexdigest(),
     }
 
 
@@ -41,6 +49,9 @@ def write(receipt: dict[str, Any], path: Path) -> None:
 
 
 def _git(*arguments: str) -> str:
+    """What git prints; nothing on a machine without git, or in a copy that is no repository."""
+    if not shutil.which("git"):
+        return ""
     command = ["git", "-C", str(ROOT), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip()

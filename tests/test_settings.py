@@ -11,6 +11,7 @@ from emberbox.device import Device
 from emberbox.errors import EnvironmentProblem, SettingsError
 from emberbox.settings import (
     VARIABLES,
+    BuildSettings,
     EngineSettings,
     LogSettings,
     ServeSettings,
@@ -37,6 +38,7 @@ from emberbox.settings import (
         (EngineSettings, {"snapshot_bytes": "2 GB"}),
         (EngineSettings, {"prefill_tokens": 0}),
         (EngineSettings, {"prefill_tokens": 10**6}),
+        (BuildSettings, {"cache": " "}),
         (ServeSettings, {"host": ""}),
         (ServeSettings, {"port": 65536}),
         (ServeSettings, {"port": True}),
@@ -88,7 +90,7 @@ def test_a_flag_wins_over_a_variable_and_that_over_the_default():
 def test_each_variable_fills_a_setting_that_exists():
     names = {
         field.name
-        for kind in (EngineSettings, ServeSettings, LogSettings)
+        for kind in (EngineSettings, ServeSettings, LogSettings, BuildSettings)
         for field in dataclasses.fields(kind)
     }
     assert {variable.setting for variable in VARIABLES} <= names

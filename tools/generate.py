@@ -97,7 +97,12 @@ def settings() -> str:
     """Every variable of the environment and every setting with its default."""
     from emberbox import settings as module
 
-    classes = [module.EngineSettings, module.ServeSettings, module.LogSettings]
+    classes = [
+        module.EngineSettings,
+        module.ServeSettings,
+        module.LogSettings,
+        module.BuildSettings,
+    ]
     variables = table(
         ("variable", "setting", "meaning"),
         ((f"`{v.name}`", f"`{v.setting}`", v.doc) for v in module.VARIABLES),

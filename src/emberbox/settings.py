@@ -19,7 +19,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_PORT = 65535
 MAX_TOKENS = 2**40
 
-_Settings = TypeVar("_Settings", "EngineSettings", "ServeSettings", "LogSettings")
+_Settings = TypeVar("_Settings", "EngineSettings", "ServeSettings", "LogSettings", "BuildSettings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("EMBERBOX_API_KEY", "api_key", str, "key that clients must send; empty asks for none"),
     Variable("EMBERBOX_KEEPALIVE_SECONDS", "keepalive_seconds", float, "silence before a comment"),
     Variable("EMBERBOX_LOG_LEVEL", "level", str, "debug, info, warning or error"),
+    Variable("EMBERBOX_CACHE", "cache", str, "folder of compiled kernels"),
 )
 
 
@@ -131,6 +132,17 @@ class LogSettings:
 
     def __post_init__(self) -> None:
         _one_of("level", self.level, LOG_LEVELS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildSettings:
+    """Where compiled kernels lie; the folder may be copied to a machine without a compiler."""
+
+    cache: str = "~/.cache/emberbox"
+
+    def __post_init__(self) -> None:
+        if not self.cache.strip():
+            raise SettingsError("cache: is empty", hint="leave it out: ~/.cache/emberbox")
 
 
 def from_environment(

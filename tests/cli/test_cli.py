@@ -25,6 +25,7 @@ from emberbox.cli.demo import find_shipped
 from emberbox.cli.demo_questions import follow_up, long_text, questions
 from emberbox.cli.main import VERBS, main
 from emberbox.errors import CheckpointError
+from emberbox.ops import build as build_module
 from emberbox.server import listen
 from emberbox.server.metrics import Metrics
 from emberbox.server.worker import EngineWorker
@@ -124,6 +125,29 @@ def test_doctor_prints_tables_for_people(capsys):
     assert main(["doctor", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert all(title in shown for title in ("machine", "device", "packages", "ops", "rms_norm"))
+
+
+def test_doctor_builds_every_kernel_for_machines_other_than_this_one(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(build_module, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(build_module, "_runtime_headers", lambda: (tmp_path, "13.0.1"))
+    monkeypatch.setattr(build_module, "compile_cubin", lambda source, arch: arch.encode())
+    monkeypatch.setenv("EMBERBOX_CACHE", str(tmp_path / "cache"))
+    assert main(["doctor", "--build", "sm_90,sm_121", "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    assert {Path(kernel["path"]) for kernel in kernels} == set((tmp_path / "cache").iterdir())
+    assert [kernel["arch"] for kernel in kernels] == ["sm_90"] * 11 + ["sm_121"] * 11
+    assert main(["doctor", "--build", "sm_90"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 11
+    assert main(["doctor", "--build", "sm_90,"]) == 2
+    assert "expected one such as sm_90 or sm_121" in capsys.readouterr().err
+
+
+def test_doctor_says_what_to_install_where_nothing_compiles(monkeypatch, capsys, tmp_path):
+    build_module.nvrtc_version.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setenv("EMBERBOX_CACHE", str(tmp_path))
+    assert main(["doctor", "--build", "sm_90"]) == 1
+    assert "pip install 'emberbox[cuda]'" in capsys.readouterr().err
 
 
 def test_the_shipped_model_is_found_from_a_folder_below(tmp_path):
