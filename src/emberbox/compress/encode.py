@@ -1,0 +1,135 @@
+"""From weights to the tensors that are written, by the target of each item.
+
+Knows formats and memory; knows neither the order of the network nor files.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emberbox.compress.conversion_items import (
+    FORMAT_BY_NAME,
+    Item,
+    TensorSpec,
+    computed_together,
+)
+from emberbox.compress.hessian import Hessian
+from emberbox.compress.quantize_exl3 import QuantReport, group_bytes, quantize
+from emberbox.compress.quantize_fp8 import quantize_fp8
+from emberbox.compress.quantize_nvfp4 import quantize_nvfp4
+from emberbox.compress.source import Source
+from emberbox.compress.trellis_plan import TrellisPlan
+from emberbox.compress.trellis_steps import Search
+from emberbox.errors import OpError
+from emberbox.formats.base import QuantTensor
+from emberbox.formats.dtypes import TORCH_DTYPES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """An item as it is written. value: what a reader will decode, None if that is the source's."""
+
+    item: Item
+    tensors: tuple[tuple[TensorSpec, Tensor], ...]
+    value: Tensor | QuantTensor | None = None
+    report: QuantReport | None = None
+
+    def weight(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """`value` decoded where it is needed."""
+        if isinstance(self.value, QuantTensor):
+            return self.value.to(device).decode().to(dtype)
+        return None if self.value is None else self.value.to(device, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """max_bytes: of memory on `device` for the matrices that are searched together."""
+
+    source: Source
+    search: Search
+    device: torch.device
+    max_bytes: int
+
+    def __call__(
+        self, items: Sequence[Item], hessian: Callable[[Item], Hessian]
+    ) -> Iterator[Encoded]:
+        """Every item once, in an order that depends on the items alone. Raises OpError by name."""
+        searched = [item for item in items if item.target.format == "exl3"]
+        for item in items:
+            if item.target.format in ("keep", "bf16"):
+                yield self._plain(item)
+            elif item.target.format == "fp8_block":
+                yield _quantised(item, quantize_fp8(item.name, self._weight(item)))
+        rounded = [item for item in items if item.target.format == "nvfp4"]
+        for together in computed_together(rounded):
+            made = quantize_nvfp4({item.name: self._weight(item) for item in together})
+            yield from (_quantised(item, made[item.name]) for item in together)
+        for group in self._groups(searched):
+            yield from self._exl3(group, hessian)
+
+    def _weight(self, item: Item) -> Tensor:
+        return self.source.weight(item).to(self.device)
+
+    def _plain(self, item: Item) -> Encoded:
+        if item.target.format == "keep":
+            return Encoded(item, tuple(self.source.moved(item)))
+        spec, weight = item.outputs[0], self.source.weight(item)
+        cast = weight.to(TORCH_DTYPES[spec.dtype])
+        if not cast.isfinite().all():
+            raise OpError(f"{spec.name}: holds values that {spec.dtype} cannot")
+        return Encoded(item, ((spec, cast),), cast)
+
+    def _groups(self, items: Iterable[Item]) -> Iterator[list[Item]]:
+        """Matrices that can go through the search together, as many as memory allows."""
+        alike: dict[object, list[Item]] = {}
+        for item in items:
+            alike.setdefault((item.shape, item.target), []).append(item)
+        for found in alike.values():
+            size = self.group_size(found[0])
+            yield from (found[at : at + size] for at in range(0, len(found), size))
+
+    def group_size(self, item: Item) -> int:
+        """How many matrices like `item` are searched at once: at least one."""
+        out_features, in_features = item.shape
+        one, two = (group_bytes(n, in_features, out_features, self.device) for n in (1, 2))
+        return 1 + max(0, self.max_bytes - one) // (two - one)
+
+    def _exl3(self, items: Sequence[Item], hessian: Callable[[Item], Hessian]) -> Iterator[Encoded]:
+        plans = [_plan(item) for item in items]
+        hessians = [hessian(item) for item in items]
+        if all(one is hessians[0] for one in hessians):
+            hessians = hessians[:1]
+        try:
+            made = quantize(
+                [self._weight(item) for item in items],
+                hessians,
+                plans,
+                self.search,
+                device=self.device,
+            )
+        except OpError as error:
+            names = items[0].name if len(items) == 1 else f"{items[0].name} to {items[-1].name}"
+            raise OpError(f"{names}: {error}") from error
+        for item, one in zip(items, made, strict=True):
+            yield _quantised(item, one.tensor, one.report)
+
+
+def _plan(item: Item) -> TrellisPlan:
+    """The seed is the name's, so that a matrix comes out the same whatever lies around it."""
+    bits, codebook = item.target.bits, item.target.codebook
+    assert bits is not None, "the recipe has chosen"
+    assert codebook is not None, "the recipe has chosen"
+    return TrellisPlan(bits=bits, codebook=codebook, seed=zlib.crc32(item.name.encode()))
+
+
+def _quantised(item: Item, tensor: QuantTensor, report: QuantReport | None = None) -> Encoded:
+    known = FORMAT_BY_NAME[item.target.format]
+    parts = {item.name + known.parts[part].suffix: value for part, value in tensor.parts.items()}
+    tensors = tuple((spec, parts[spec.name].cpu()) for spec in item.outputs)
+    for spec, value in tensors:
+        if value.numel() != torch.Size(spec.shape).numel():
+            raise OpError(f"{spec.name}: shape {list(value.shape)}, the plan says {spec.shape}")
+    return Encoded(item, tensors, tensor, report)
