@@ -1,4 +1,7 @@
-"""`emberbox demo`: serves the shipped nano model and asks it four questions through `openai`."""
+"""`emberbox demo`: serves the shipped nano model, asks it, compresses it, asks again.
+
+With a folder it serves that one and asks, and nothing is compressed.
+"""
 
 import argparse
 import json
@@ -11,14 +14,17 @@ from emberbox.errors import CheckpointError
 from emberbox.settings import EngineSettings, LogSettings
 
 NAME = "demo"
-SUMMARY = "serve the nano model, ask it four questions, say whether it was right"
+SUMMARY = "serve the nano model, ask it, compress it, ask again; say whether it was right"
 EXAMPLE = """example:
   emberbox demo
   emberbox demo models/ember-nano --json
 
-exit code 0 only when all four answers are right. Needs the package openai."""
+Without a folder also a part of the shipped two-bit model is compressed again and compared, and
+that model is asked the same. exit code 0 only when all answers of the first are right and what was
+compressed is as it was. Needs the packages openai and numba."""
 
 SHIPPED = Path("models") / "ember-nano"
+TWO_BITS = "ember-nano-base2"  # beside it: what `emberbox compress` made of it by the recipe base2
 NEXT_STEPS = """where to go next:
   emberbox chat {folder}
       talk to it in the terminal; a second turn starts from what is cached
@@ -48,11 +54,32 @@ def run(args: argparse.Namespace) -> int:
     log_settings = settings_from(LogSettings, args)
     folder = args.path or find_shipped([Path.cwd(), Path(__file__).resolve()])
     from emberbox import logs
-    from emberbox.cli.demo_run import Answer, ask_all
-    from emberbox.cli.loading import LoadScreen
 
     logs.set_up(log_settings.level if args.level else "warning")
     console = Console(highlight=False, quiet=args.json, soft_wrap=True)
+    found = _ask(folder, settings, console)
+    is_right = all(question["is_right"] for question in found)
+    result: dict[str, object] = {"model": str(folder), "questions": found}
+    made = folder.with_name(TWO_BITS)
+    if args.path is None and (made / "config.json").is_file():
+        from emberbox.cli.demo_compress import compress_live
+
+        compressed = compress_live(folder, made, console)
+        is_right &= compressed.is_right
+        result["compressed"] = compressed.to_dict()
+        result["two_bits"] = again = _ask(made, settings, console)
+        count = sum(bool(question["is_right"]) for question in again)
+        console.print(f"at about two bits a weight: {count} of {len(again)} right")
+    if args.json:
+        print(json.dumps({"is_right": is_right, **result}))
+    console.print(NEXT_STEPS.format(folder=folder), markup=False)
+    return 0 if is_right else 1
+
+
+def _ask(folder: Path, settings: EngineSettings, console: Console) -> list[dict[str, object]]:
+    """Serve `folder`, ask the four questions, print; each answer for JSON."""
+    from emberbox.cli.demo_run import Answer, ask_all
+    from emberbox.cli.loading import LoadScreen
 
     def show(answer: Answer) -> None:
         verdict = "[green]right[/green]" if answer.is_right else "[red]wrong[/red]"
@@ -64,14 +91,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"  speed:    {answer.reply.speed()}", markup=False)
 
     console.print(f"loading {folder}", markup=False)
-    screen = LoadScreen(Console(stderr=True, quiet=args.json), has_plan=False)
-    answers = ask_all(folder, settings, screen, show)
-    is_right = all(answer.is_right for answer in answers)
-    if args.json:
-        questions = [answer.to_dict() for answer in answers]
-        print(json.dumps({"model": str(folder), "is_right": is_right, "questions": questions}))
-    console.print(NEXT_STEPS.format(folder=folder), markup=False)
-    return 0 if is_right else 1
+    screen = LoadScreen(Console(stderr=True, quiet=console.quiet), has_plan=False)
+    return [answer.to_dict() for answer in ask_all(folder, settings, screen, show)]
 
 
 def find_shipped(starts: list[Path]) -> Path:

@@ -1,0 +1,140 @@
+"""Time and memory of compressing one layer of GLM-5.3-Flash's real shape, made-up weights.
+
+    python -m benchmarks.compress_layer --experts 5 --search quick          (memory, on a CPU)
+    python -m benchmarks.compress_layer --device cuda --experts 288         (a whole layer)
+
+The whole way of `emberbox compress` for a layer with experts: moments, factors, search, refit, and
+the text moved on. Weights and text are drawn at random, tensor by tensor, so nothing is read from a
+disk; how well they compress says nothing. `--search quick` takes a search that finds poor paths in
+no time: what is measured then is memory and the rest of the time.
+"""
+
+import argparse
+import resource
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import ROOT, about_run, write
+from emberbox.compress.conversion_items import Item
+from emberbox.compress.conversion_plan import plan_conversion
+from emberbox.compress.encode import Encoder
+from emberbox.compress.recipe import load_recipe
+from emberbox.compress.source import EXPERTS, Source, expert_of
+from emberbox.compress.trellis_steps import Search
+from emberbox.compress.walk import Walk, activation_bytes
+from emberbox.formats.dtypes import TORCH_DTYPES
+from emberbox.model.config import Glm5NextConfig
+from emberbox.store.buffers import Buffer
+from emberbox.store.checkpoint import Checkpoint
+from emberbox.store.safetensors_header import TensorInfo
+from tests.helpers.quick_search import quick_search
+from tests.helpers.released import released_config, released_infos
+
+LIMIT_GIB = 12.0  # for a group of experts on a CPU
+SCALE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Random(Checkpoint):
+    """Tensors drawn from their names."""
+
+    def read_into(self, info: TensorInfo, buffer: Buffer) -> None:
+        """Normal values of deviation SCALE, in the tensor's dtype."""
+        generator = torch.Generator().manual_seed(zlib.crc32(info.name.encode()))
+        drawn = (
+            torch.randn(info.shape, generator=generator).mul_(SCALE).to(TORCH_DTYPES[info.dtype])
+        )
+        memoryview(buffer).cast("B")[:] = drawn.view(torch.uint8).numpy().tobytes()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layer", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--cols", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--search", choices=["quick", "real"], default="real")
+    parser.add_argument("--group-bytes", type=int, default=4 << 30)
+    out = ROOT / "benchmarks" / "results" / "compress_layer.json"
+    parser.add_argument("--out", type=Path, default=out)
+    options = parser.parse_args()
+    results = _layer(options)
+    write(
+        {"benchmark": "compress_layer", **about_run(options.device), "results": results},
+        options.out,
+    )
+
+
+def _layer(options: argparse.Namespace) -> dict[str, object]:
+    config_json = released_config(fp8=False)
+    config = Glm5NextConfig.from_dict(config_json)
+    checkpoint = Random(Path("random"), config_json, released_infos(fp8=False))
+    plan = plan_conversion(config, checkpoint.tensors, load_recipe("base2"))
+    items = [
+        i for i in plan.groups()[f"layer-{options.layer:03d}"] if _is_taken(i, options.experts)
+    ]
+    device = torch.device(options.device)
+    encoder = Encoder(Source(checkpoint, config), _search(options), device, options.group_bytes)
+    walk = Walk(encoder, torch.zeros(options.rows, options.cols, dtype=torch.int64))
+    text = config.text
+    shape = (options.rows, options.cols, text.hc_mult, text.hidden_size)
+    walk.values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(walk.dtype)
+    before = _peak_bytes(device)
+    start, num_weights, marks = time.perf_counter(), 0, []
+    for encoded in walk.layer(options.layer, items):
+        if encoded.report is not None:
+            num_weights += encoded.item.num_weights
+            marks.append(encoded.report.proxy_error)
+    seconds = time.perf_counter() - start
+    peak = _peak_bytes(device)
+    return {
+        "layer": options.layer,
+        "experts": options.experts,
+        "search": options.search,
+        "tokens": options.rows * options.cols,
+        "group_bytes": options.group_bytes,
+        "activation_bytes": activation_bytes(
+            text, options.rows * options.cols, walk.dtype.itemsize
+        ),
+        "seconds": round(seconds, 1),
+        "searched_weights": num_weights,
+        "weights_per_second": round(num_weights / seconds),
+        "peak_bytes": peak,
+        "peak_bytes_before": before,
+        "limit_bytes": int(LIMIT_GIB * 2**30) if options.device == "cpu" else None,
+        "median_proxy_error": sorted(marks)[len(marks) // 2],
+    }
+
+
+def _is_taken(item: Item, experts: int) -> bool:
+    """All of the layer but the experts beyond the first ones."""
+    return EXPERTS not in item.name or (expert_of(item.name) or 0) < experts
+
+
+def _search(options: argparse.Namespace) -> Search:
+    if options.search == "quick":
+        return quick_search
+    if options.device == "cpu":
+        from emberbox.compress import trellis_search_cpu
+
+        return trellis_search_cpu.search
+    from emberbox.compress import trellis_search_cuda
+
+    trellis_search_cuda.check(options.device)
+    return trellis_search_cuda.search
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Most memory so far: of the process, or what torch held on the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()
