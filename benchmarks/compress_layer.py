@@ -28,7 +28,7 @@ from emberbox.compress.trellis_steps import Search
 from emberbox.compress.walk import Walk, activation_bytes
 from emberbox.formats.dtypes import TORCH_DTYPES
 from emberbox.model.config import Glm5NextConfig
-from emberbox.store.buffers import Buffer
+from emberbox.store.buffers import Buffer, byte_view
 from emberbox.store.checkpoint import Checkpoint
 from emberbox.store.safetensors_header import TensorInfo
 from tests.helpers.quick_search import quick_search
@@ -48,7 +48,7 @@ class Random(Checkpoint):
         drawn = (
             torch.randn(info.shape, generator=generator).mul_(SCALE).to(TORCH_DTYPES[info.dtype])
         )
-        memoryview(buffer).cast("B")[:] = drawn.view(torch.uint8).numpy().tobytes()
+        byte_view(buffer)[:] = drawn.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from emberbox.compress import pipeline
 from emberbox.compress.encode import Encoder
+from emberbox.compress.journal import Journal
 from emberbox.compress.pipeline import CompressOptions, compress, prepare
 from emberbox.compress.recipe import load_recipe, parse_recipe
 from emberbox.compress.source import Source
@@ -351,6 +352,21 @@ def test_a_damaged_end_of_the_stack_is_done_again(made, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         compress(prepared, tmp_path / "some", quick_search, stop_after("head"))
     damage_unit(tmp_path / "some", "embedding")
+    compress(prepared, tmp_path / "some", quick_search)
+    assert contents(tmp_path / "some") == contents(made[0])
+
+
+def test_a_crash_when_all_has_its_name_loses_nothing(made, tmp_path, monkeypatch):
+    prepared = prepare(NANO, parse_recipe(SOME, "some"), replace(OPTIONS, resume=True))
+
+    def crash(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", crash)
+        with pytest.raises(KeyboardInterrupt):
+            compress(prepared, tmp_path / "some", quick_search)
+    # The text that went with the layers is gone by now: it must not be asked for.
     compress(prepared, tmp_path / "some", quick_search)
     assert contents(tmp_path / "some") == contents(made[0])
 

@@ -5,6 +5,7 @@ From the first position to the last each tile takes the nearest of the values th
 """
 
 import torch
+from torch import Tensor
 
 from emberbox.compress.trellis_steps import (
     Found,
@@ -15,7 +16,7 @@ from emberbox.compress.trellis_steps import (
 from emberbox.formats.trellis import POSITIONS, WINDOW_BITS
 
 
-def quick_search(tiles, num_words, codebook):
+def quick_search(tiles: Tensor, num_words: int, codebook: str) -> Found:
     """As trellis_steps.Search; `cost` is exact."""
     targets, values = targets_by_position(tiles), codebook_values(codebook, tiles.device)
     window = torch.zeros(len(tiles), dtype=torch.int64, device=tiles.device)

@@ -4,9 +4,10 @@ Written in numbers from the tables of architecture.md 2, 4, 5 and 6, independent
 own parameter table, which it is there to check.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from emberbox.store.safetensors_header import TensorInfo
 
@@ -133,7 +134,7 @@ KEPT_F32 = (
 )
 
 
-def released_config(*, fp8=True):
+def released_config(*, fp8: bool = True) -> dict[str, Any]:
     """config.json of the release, every field of architecture.md 2."""
     sparse = list(SPARSE)
     text = {
@@ -291,7 +292,9 @@ def released_infos(*, fp8: bool) -> dict[str, TensorInfo]:
     return infos
 
 
-def _layers(layers, tensors) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+def _layers(
+    layers: Iterable[int], tensors: Iterable[tuple[str, tuple[int, ...], bool]]
+) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     for layer in layers:
         for name, shape, fp8 in tensors:
             yield f"{TEXT}layers.{layer}.{name}", shape, fp8
