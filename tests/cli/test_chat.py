@@ -70,7 +70,7 @@ def test_all_lines_of_a_pipe_are_one_question(url, monkeypatch, capsys):
     before = metric(url, "emberbox_prompt_tokens_total")
     assert chat(monkeypatch, [url], b"Count\nfrom 3 to 9.\n") == 0
     assert capsys.readouterr().out == f"{COUNTED}\n"
-    assert metric(url, "emberbox_prompt_tokens_total") - before == 18
+    assert metric(url, "emberbox_prompt_tokens_total") - before == 19
 
 
 def test_the_thought_is_not_part_of_the_answer(url, monkeypatch, capsys):

@@ -22,7 +22,7 @@ def picture(colour: tuple[int, int, int], size=(84, 112)) -> Image.Image:
 def picture_prompt(colour, words="") -> Prompt:
     content = [
         {"type": "image", "image": picture(colour)},
-        {"type": "text", "text": words + "Describe the image."},
+        {"type": "text", "text": words + "What colour is the square?"},
     ]
     return nano_llm().prepare_chat([{"role": "user", "content": content}], enable_thinking=False)
 
