@@ -129,6 +129,39 @@ def recorded_inputs(network, token_ids, wanted):
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
+def moments_up_to(prepared, layer):
+    """Item -> Hessian of every matrix that is searched in the layers 0 .. `layer`."""
+    found = {}
+
+    class Watched(Encoder):
+        def __call__(self, items, hessian):
+            for item in items:
+                if item.target.format == "exl3":
+                    found[item.name] = hessian(item)
+            return super().__call__(items, hessian)
+
+    source = Source(prepared.checkpoint, prepared.config)
+    encoder = Watched(source, quick_search, torch.device("cpu"), 1 << 30)
+    walk = Walk(encoder, prepared.calibration.token_ids)
+    walk.begin()
+    for unit, items in prepared.plan.groups().items():
+        if unit.startswith("layer-") and int(unit[6:]) <= layer:
+            list(walk.layer(int(unit[6:]), items))
+    return found
+
+
+def nano_inputs(prepared, name):
+    """(parameters, inputs float64 of the product with `name` in the whole network of the source)"""
+    assignment = assign(prepared.config, prepared.checkpoint.tensors)
+    params = load_parameters(prepared.checkpoint, assignment, device="cpu", dtype=torch.float32)
+    found = recorded_inputs(
+        lambda ops: Network(prepared.config, params, ops),
+        prepared.calibration.token_ids,
+        {name: params[f"{name}.weight"]},
+    )
+    return params, found[name].double()
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -146,36 +179,9 @@ def test_moments_are_those_of_the_inputs_in_the_whole_network(module):
         f'[[rule]]\nmatch = "{LAYER}{module}"\nformat = "exl3"\nbits = 4\n', "one"
     )
     prepared = prepare(NANO, recipe, OPTIONS)
-    hessians = {}
-
-    class Watched(Encoder):
-        def __call__(self, items, hessian):
-            for item in items:
-                if item.target.format == "exl3":
-                    hessians[item.name] = hessian(item)
-            return super().__call__(items, hessian)
-
-    source = Source(prepared.checkpoint, prepared.config)
-    walk = Walk(
-        Watched(source, quick_search, torch.device("cpu"), 1 << 30),
-        prepared.calibration.token_ids,
-    )
-    walk.begin()
-    for unit, items in prepared.plan.groups().items():
-        if unit.startswith("layer-") and int(unit[6:]) <= int(module[0]):
-            list(walk.layer(int(unit[6:]), items))
-    params = load_parameters(
-        prepared.checkpoint,
-        assign(prepared.config, prepared.checkpoint.tensors),
-        device="cpu",
-        dtype=torch.float32,
-    )
+    hessians = moments_up_to(prepared, int(module[0]))
     name = f"{LAYER}{module}"
-    inputs = recorded_inputs(
-        lambda ops: Network(prepared.config, params, ops),
-        prepared.calibration.token_ids,
-        {name: params[f"{name}.weight"]},
-    )[name].double()
+    _, inputs = nano_inputs(prepared, name)
     assert hessians.keys() == {name}
     found = hessians[name]
     assert found.num_rows == ROWS * COLS
@@ -183,34 +189,23 @@ def test_moments_are_those_of_the_inputs_in_the_whole_network(module):
     torch.testing.assert_close(found.matrix, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_every_token_goes_through_every_expert_for_the_moments(made):
-    folder, _, _, _ = made
-    card = (folder / "README.md").read_text("utf-8")
-    assert "routed experts" in card
+def test_every_token_goes_through_every_expert_for_the_moments():
     text = f'[[rule]]\nmatch = "{LAYER}3.mlp.experts.*.down_proj"\nformat = "exl3"\nbits = 2\n'
     prepared = prepare(NANO, parse_recipe(text, "downs"), OPTIONS)
-    seen = {}
-
-    class Watched(Encoder):
-        def __call__(self, items, hessian):
-            for item in items:
-                if item.target.format == "exl3":
-                    seen[item.name] = hessian(item)
-            return super().__call__(items, hessian)
-
-    source = Source(prepared.checkpoint, prepared.config)
-    walk = Walk(
-        Watched(source, quick_search, torch.device("cpu"), 1 << 30), prepared.calibration.token_ids
-    )
-    walk.begin()
-    for unit, items in prepared.plan.groups().items():
-        if unit.startswith("layer-") and int(unit[6:]) <= 3:
-            list(walk.layer(int(unit[6:]), items))
-    experts = prepared.config.text.n_routed_experts
-    assert len(seen) == experts
-    assert {hessian.num_rows for hessian in seen.values()} == {ROWS * COLS}
-    matrices = [hessian.matrix for hessian in seen.values()]
-    assert not torch.allclose(matrices[0], matrices[1])  # each has its own
+    config = prepared.config.text
+    seen = moments_up_to(prepared, 3)
+    at = f"{LAYER}3.mlp."
+    params, x = nano_inputs(prepared, f"{at}shared_experts.gate_proj")
+    assert seen.keys() == {f"{at}experts.{e}.down_proj" for e in range(config.n_routed_experts)}
+    for name, hessian in seen.items():
+        gate, up = (params[name.replace("down", p) + ".weight"].double() for p in ("gate", "up"))
+        g, u = x @ gate.T, x @ up.T
+        g, u = g.clamp(max=config.swiglu_limit), u.clamp(-config.swiglu_limit, config.swiglu_limit)
+        inner = torch.nn.functional.silu(g) * u
+        assert hessian.num_rows == ROWS * COLS
+        torch.testing.assert_close(
+            hessian.matrix, inner.T @ inner / len(inner), atol=1e-5, rtol=1e-3
+        )
 
 
 def test_the_folder_is_whole_and_says_what_it_is(made):

@@ -172,11 +172,6 @@ class Output:
         """What was noted with a unit that is done."""
         return self._journal.units[name].note
 
-    @property
-    def newest_state(self) -> str | None:
-        """The last unit that was kept with a state."""
-        return self._journal.newest_state
-
     def state(self, name: str) -> Path | None:
         """The file that `save_state` wrote with the unit `name`, compared with its checksum.
 
