@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -134,11 +135,11 @@ def moments_up_to(prepared, layer):
     found = {}
 
     class Watched(Encoder):
-        def __call__(self, items, hessian):
+        def __call__(self, items, hessian, weights=MappingProxyType({})):
             for item in items:
                 if item.target.format == "exl3":
                     found[item.name] = hessian(item)
-            return super().__call__(items, hessian)
+            return super().__call__(items, hessian, weights)
 
     source = Source(prepared.checkpoint, prepared.config)
     encoder = Watched(source, quick_search, torch.device("cpu"), 1 << 30)

@@ -4,8 +4,9 @@ Knows formats and memory; knows neither the order of the network nor files.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -54,29 +55,36 @@ class Encoder:
     max_bytes: int
 
     def __call__(
-        self, items: Sequence[Item], hessian: Callable[[Item], Hessian]
+        self,
+        items: Sequence[Item],
+        hessian: Callable[[Item], Hessian],
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Iterator[Encoded]:
-        """Every item once, in an order that depends on the items alone. Raises OpError by name."""
+        """Every item once, in an order that depends on the items alone. Raises OpError by name.
+
+        weights: of items that the caller has read already.
+        """
         searched = [item for item in items if item.target.format == "exl3"]
         for item in items:
             if item.target.format in ("keep", "bf16"):
                 yield self._plain(item)
             elif item.target.format == "fp8_block":
-                yield _quantised(item, quantize_fp8(item.name, self._weight(item)))
+                yield _quantised(item, quantize_fp8(item.name, self._weight(item, weights)))
         rounded = [item for item in items if item.target.format == "nvfp4"]
         for together in computed_together(rounded):
-            made = quantize_nvfp4({item.name: self._weight(item) for item in together})
+            made = quantize_nvfp4({item.name: self._weight(item, weights) for item in together})
             yield from (_quantised(item, made[item.name]) for item in together)
         for group in self._groups(searched):
-            yield from self._exl3(group, hessian)
+            yield from self._exl3(group, hessian, weights)
 
-    def _weight(self, item: Item) -> Tensor:
-        return self.source.weight(item).to(self.device)
+    def _weight(self, item: Item, weights: Mapping[str, Tensor]) -> Tensor:
+        found = weights.get(item.name)
+        return self.source.weight(item, self.device) if found is None else found
 
     def _plain(self, item: Item) -> Encoded:
         if item.target.format == "keep":
             return Encoded(item, tuple(self.source.moved(item)))
-        spec, weight = item.outputs[0], self.source.weight(item)
+        spec, weight = item.outputs[0], self.source.weight(item, torch.device("cpu"))
         cast = weight.to(TORCH_DTYPES[spec.dtype])
         if not cast.isfinite().all():
             raise OpError(f"{spec.name}: holds values that {spec.dtype} cannot")
@@ -97,14 +105,19 @@ class Encoder:
         one, two = (group_bytes(n, in_features, out_features, self.device) for n in (1, 2))
         return 1 + max(0, self.max_bytes - one) // (two - one)
 
-    def _exl3(self, items: Sequence[Item], hessian: Callable[[Item], Hessian]) -> Iterator[Encoded]:
+    def _exl3(
+        self,
+        items: Sequence[Item],
+        hessian: Callable[[Item], Hessian],
+        weights: Mapping[str, Tensor],
+    ) -> Iterator[Encoded]:
         plans = [_plan(item) for item in items]
         hessians = [hessian(item) for item in items]
         if all(one is hessians[0] for one in hessians):
             hessians = hessians[:1]
         try:
             made = quantize(
-                [self._weight(item) for item in items],
+                [self._weight(item, weights) for item in items],
                 hessians,
                 plans,
                 self.search,

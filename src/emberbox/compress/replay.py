@@ -10,9 +10,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from emberbox.compress.conversion_items import Item
 from emberbox.compress.encode import Encoded, Encoder
@@ -53,11 +55,14 @@ class _Replay(Encoder):
     names: frozenset[str]
 
     def __call__(
-        self, items: Sequence[Item], hessian: Callable[[Item], Hessian]
+        self,
+        items: Sequence[Item],
+        hessian: Callable[[Item], Hessian],
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Iterator[Encoded]:
         for item in items:
             if item.name in self.names or item.target.format == "bf16":
-                yield from Encoder.__call__(self, [item], hessian)
+                yield from Encoder.__call__(self, [item], hessian, weights)
             elif item.target.format == "exl3":
                 yield Encoded(item, (), _stored(self.made, item.name, item.shape))
 

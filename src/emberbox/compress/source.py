@@ -40,25 +40,25 @@ class Source:
             raise LoadRefused(str(info.file), [f"{name}: holds NaN or infinity"], hint=hint)
         return tensor
 
-    def part(self, item: Item, source: str) -> Tensor:
-        """One of `item.sources`, decoded; a plain one in the dtype that it is stored in."""
+    def part(self, item: Item, source: str, device: torch.device) -> Tensor:
+        """One of `item.sources` on `device`, decoded there; a plain one in its stored dtype."""
         if not item.is_linear:
-            return self.raw(source)
+            return self.raw(source).to(device)
         infos = self.checkpoint.tensors
         found = detect(source, infos)
         assert found is not None, "the plan has seen it"
         names = found.part_names(source)
-        parts = {part: self.raw(name) for part, name in names.items() if name in infos}
+        parts = {p: self.raw(name).to(device) for p, name in names.items() if name in infos}
         if found.is_plain:
             return parts["weight"]
         # The shape of the whole: only a weight that is stored plain is ever cut or joined by rows.
         return QuantTensor(found, parts, self._shape(source + WEIGHT)).decode()
 
-    def weight(self, item: Item) -> Tensor:
+    def weight(self, item: Item, device: torch.device) -> Tensor:
         """The weight of an item: its sources joined along the first axis and cut to its rows."""
-        parts = [self.part(item, source) for source in item.sources]
+        parts = [self.part(item, source, device) for source in item.sources]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole if item.rows is None else whole[torch.tensor(item.rows)]
+        return whole if item.rows is None else whole[torch.tensor(item.rows, device=device)]
 
     def moved(self, item: Item) -> list[tuple[TensorSpec, Tensor]]:
         """The tensors of an item that only moves."""

@@ -180,14 +180,15 @@ class Walk:
 
     def _group(self, items: Sequence[Item], routing: "_Routing") -> Iterator[Encoded]:
         """Compress some experts, and add what they make of the tokens that chose them."""
-        weights = {item.name: self._moved(self.source.weight(item)) for item in items}
+        read = {item.name: self.source.weight(item, self.device) for item in items}
+        original = {name: weight.to(self.dtype) for name, weight in read.items()}
+        weights = dict(original)
         downs = {item.name: item for item in items if item.projection.endswith("down_proj")}
-        original = dict(weights)
 
         def hessian(item: Item) -> Hessian:
             return routing.inner_moments(original, item) if item.name in downs else routing.mean
 
-        for encoded in self.encoder(items, hessian):
+        for encoded in self.encoder(items, hessian, read):
             changed = encoded.weight(self.device, self.dtype)
             if changed is not None:
                 weights[encoded.item.name] = changed
@@ -217,9 +218,6 @@ class Walk:
             stop = start + params[name].shape[0]
             params[name] = weight[start:stop].reshape(params[name].shape)
             start = stop
-
-    def _moved(self, weight: Tensor) -> Tensor:
-        return weight.to(self.device, self.dtype)
 
     def _norm(self, params: Mapping[str, Tensor], name: str) -> RMSNorm:
         return RMSNorm(self.ops, params[name], self.config.text.rms_norm_eps)
