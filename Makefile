@@ -15,7 +15,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
-.PHONY: help setup demo serve test mutants soak bench check lint types floors size fresh docs fix clean
+.PHONY: help setup demo serve test mutants soak bench table check lint types floors size fresh docs fix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -61,6 +61,9 @@ soak: $(VENV)/.dev ## slow tests, then 5,000 random schedules through the real e
 bench: $(VENV)/.dev ## speed of the engine on this machine against its bars; writes a receipt
 	@$(BIN)/python -m benchmarks.engine
 
+table: $(VENV)/.demo ## receipts/nano/README.md from its receipts, every one verified
+	@$(BIN)/python tools/table.py
+
 check: lint types floors size fresh docs test ## all that CI demands of a change; ends with the tests
 
 lint: $(VENV)/.dev ## ruff: rules and format
@@ -76,8 +79,9 @@ floors: $(VENV)/.dev ## who may import whom
 size: $(VENV)/.demo ## lines per part, file and function against budgets.toml
 	@$(BIN)/python tools/size.py
 
-fresh: $(VENV)/.demo ## generated reference pages are up to date
+fresh: $(VENV)/.demo ## generated reference pages and the table of receipts are up to date
 	@$(BIN)/python tools/generate.py --check
+	@$(BIN)/python tools/table.py --check
 
 docs: $(VENV)/.dev ## strict build of the documentation; its commands are executed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -21,6 +21,7 @@ EmberboxError
 │   │   └── MisplacedTensor      not in the shard the index names
 │   ├── ConfigError          config.json is incomplete, unknown or contradictory
 │   └── LoadRefused          names, shapes, dtypes or values do not fit; carries all reasons
+├── MeasureError             a panel, capture, record or receipt is not what it should be
 └── RequestError             a request cannot be served as asked
     └── ContextLengthError   prompt and reply exceed the context
 """
@@ -134,6 +135,10 @@ class LoadRefused(CheckpointError):
         lines = lines[: self.MAX_LINES] + ([f"and {rest} more lines (see .reasons)"] * (rest > 0))
         text = "\n".join(f"  - {line}" for line in lines)
         super().__init__(f"{where}: {len(self.reasons)} reason(s) not to load\n{text}", hint=hint)
+
+
+class MeasureError(EmberboxError):
+    """A measurement cannot be made, trusted or compared: panel, artifacts, record or receipt."""
 
 
 class RequestError(EmberboxError):

@@ -23,35 +23,6 @@ def test_rows_that_are_not_finite_are_left_out_of_the_hessian():
         total.add(normal(3, 5))
 
 
-def test_sums_over_parts_of_the_rows_are_merged():
-    rows = normal(10, 4)
-    rows[2, 1] = torch.inf
-    whole, first, second = (HessianSum(4) for _ in range(3))
-    whole.add(rows)
-    first.add(rows[:3])
-    second.add(rows[3:].bfloat16().float())
-    first.merge(second)
-    assert (first.num_rows, first.num_dropped) == (whole.num_rows, whole.num_dropped) == (9, 1)
-    torch.testing.assert_close(first.mean().matrix, whole.mean().matrix, rtol=0.02, atol=0.01)
-    with pytest.raises(OpError, match="a sum over 5 inputs merged into one over 4"):
-        first.merge(HessianSum(5))
-
-
-def test_a_restored_sum_goes_on_as_if_nothing_had_happened():
-    rows = normal(10, 4)
-    rows[2, 1] = torch.inf
-    straight, broken = HessianSum(4), HessianSum(4)
-    for total in (straight, broken):
-        total.add(rows[:5])
-    state = broken.state()
-    broken.add(rows)  # what was saved is a copy
-    resumed = HessianSum.restored(state)
-    for total in (straight, resumed):
-        total.add(rows[5:])
-    assert torch.equal(straight.mean().matrix, resumed.mean().matrix)
-    assert (resumed.num_rows, resumed.num_dropped) == (9, 1)
-
-
 def test_damping_adds_to_the_mean_diagonal():
     hessian = correlated()
     added = hessian.damped() - hessian.matrix

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberbox.compress.keep_map import KeepMap, read_keep_map
+from emberbox.compress.keep_map import Heaviest, KeepMap, made_map, read_keep_map
 from emberbox.model.config import Glm5NextConfig
 from emberbox.store.checkpoint import open_checkpoint
 from tests.helpers.nano import NANO
@@ -72,9 +72,75 @@ def test_all_bad_layers_are_named():
     assert [line.partition(":")[2][:9] for line in said] == [" layer 3:", " 'x' is n"]
 
 
-@pytest.mark.parametrize("table", [{}, 3, {"file": "a.json", "layers": {}}, {"experts": {}}])
+@pytest.mark.parametrize(
+    "table",
+    [
+        {},
+        3,
+        {"file": "a.json", "layers": {}},
+        {"experts": {}},
+        {"count": 4},
+        {"by": "routing-mass"},
+        {"by": "routing-mass", "count": 4, "file": "a.json"},
+    ],
+    ids=str,
+)
 def test_there_is_one_way_at_a_time(table):
-    assert refused(table) == ["keep: expected one of file and layers, and nothing else"]
+    assert refused(table) == [
+        "keep: expected one of file, layers, or by and count, and nothing else"
+    ]
+
+
+def test_the_heaviest_are_asked_for_by_their_number():
+    problems = []
+    keep = read_keep_map({"by": "routing-mass", "count": 12}, None, problems)
+    assert (keep, problems) == (Heaviest(12), [])
+    assert keep.num_experts == 12
+
+
+@pytest.mark.parametrize(
+    ("by", "count", "said"),
+    [
+        ("mass", 4, ["keep.by is 'mass', expected 'routing-mass'"]),
+        ("routing-mass", 0, ["keep.count is 0, expected a whole number of experts"]),
+        ("routing-mass", True, ["keep.count is True, expected a whole number of experts"]),
+        ("routing-mass", 4.0, ["keep.count is 4.0, expected a whole number of experts"]),
+        (
+            ["routing-mass"],
+            "4",
+            [
+                "keep.by is ['routing-mass'], expected 'routing-mass'",
+                "keep.count is '4', expected a whole number of experts",
+            ],
+        ),
+    ],
+)
+def test_what_does_not_say_how_many_or_by_what_is_refused(by, count, said):
+    assert refused({"by": by, "count": count}) == said
+
+
+def test_so_many_of_each_layer_must_be_there_and_enough_for_a_token(text):
+    few = "keep.count is {}, expected 4 (a token needs so many) to {} (a layer has no more)"
+    for count in (4, 16):
+        assert list(Heaviest(count).problems(text, has_mtp=True)) == []
+    for count in (3, 17):
+        assert list(Heaviest(count).problems(text, has_mtp=True)) == [few.format(count, 16)]
+    smaller = replace(text, mtp_experts=10)
+    assert list(Heaviest(11).problems(smaller, has_mtp=True)) == [few.format(11, 10)]
+    assert list(Heaviest(11).problems(smaller, has_mtp=False)) == []
+
+
+def test_a_map_that_stands_in_lists_every_layer_with_experts(text):
+    keep = Heaviest(5).stand_in(text, has_mtp=True)
+    assert keep.layers == dict.fromkeys([*LAYERS, 8], (0, 1, 2, 3, 4))
+    assert Heaviest(5).stand_in(text, has_mtp=False).layers.keys() == {*LAYERS}
+
+
+def test_a_map_that_is_made_is_read_again_from_its_file(tmp_path):
+    keep = made_map({3: [0, 2], 10: [1, 5]})
+    (tmp_path / keep.file).write_text(keep.text, "utf-8")
+    assert read_keep_map({"file": "kept.json"}, tmp_path, []) == keep
+    assert keep.text == '{\n"3": [0, 2],\n"10": [1, 5]\n}\n'
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

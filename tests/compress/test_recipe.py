@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberbox.compress.recipe import (
+    Budget,
     BITS,
     Rule,
     Target,
@@ -16,7 +17,16 @@ from emberbox.compress.recipe import (
 )
 from emberbox.errors import SettingsError
 
-SHIPPED = ("base2", "base2-published", "base2.5", "base3", "base4", "fp8-block", "nvfp4")
+SHIPPED = (
+    "base2",
+    "base2-published",
+    "base2.5",
+    "base3",
+    "base4",
+    "fp8-block",
+    "measured",
+    "nvfp4",
+)
 LAYER = "model.language_model.layers."
 RULE = '[[rule]]\nmatch = "lm_head"\nformat = "exl3"\n'
 
@@ -233,7 +243,7 @@ def test_part_and_attention_narrow_a_rule():
         ),
         (
             "[keep]\n" + RULE + "bits = 2",
-            "keep: expected one of file and layers, and nothing else",
+            "keep: expected one of file, layers, or by and count, and nothing else",
         ),
     ],
 )
@@ -301,9 +311,14 @@ def test_a_file_that_is_not_text_is_refused_by_name(tmp_path):
 def test_the_shipped_recipes_are_these():
     assert recipe_names() == SHIPPED
     for name in SHIPPED:
-        recipe = load_recipe(name)
+        recipe = load_recipe(name, Budget(10**9) if name == "measured" else None)
         assert recipe.name == name
-        assert recipe.text.startswith("# ")
+        assert recipe.text.removeprefix("budget_bytes = 1000000000\n").startswith("# ")
+
+
+def test_the_measured_recipe_asks_for_its_budget():
+    with pytest.raises(SettingsError, match="there is no budget \\(--budget-bytes\\)"):
+        load_recipe("measured")
 
 
 # experts and eh_proj, attention and shared experts, dense layers, head, vision

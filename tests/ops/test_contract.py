@@ -99,7 +99,7 @@ def test_a_wrong_kernel_is_caught():
 def test_binding_prefers_a_kernel_that_runs_on_the_device():
     assert bind_all(torch.device("cpu")).names["kda_chunk"] == "cpu"
     assert set(OpTable.reference().names.values()) == {"reference"}
-    never = Kernel("emberbox.ops.kda_chunk.kernel_cpu:kda_chunk", "cpu", min_capability=(99, 0))
+    never = Kernel("emberbox.ops.kda_chunk.kernel_torch:kda_chunk", "cpu", min_capability=(99, 0))
     op = OPS["kda_chunk"]
     newer = Op(op.name, op.reference, op.make_inputs, op.cases, op.tolerance, {"future": never})
     assert newer.bind(torch.device("cpu"), (9, 0)).name == "reference"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from emberbox.ops.kda_chunk.kernel_cpu import kda_chunk as chunked
+from emberbox.ops.kda_chunk.kernel_torch import kda_chunk as chunked
 from emberbox.ops.kda_chunk.reference import kda_chunk
 from emberbox.ops.numerics import relative_error
 from tests.oracle import checkpoints

@@ -17,6 +17,7 @@ class Purpose(StrEnum):
     CALIBRATION = "calibration"
     PANEL = "panel"
     TOKENIZER = "tokenizer"
+    TUNING = "tuning"
 
 
 def stream(purpose: Purpose, *labels: str | int) -> random.Random:

@@ -12,11 +12,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from emberbox.cli.flags import checkpoint_folder, settings_from
+from emberbox.errors import SettingsError
 from emberbox.settings import LOG_LEVELS, LogSettings
 
 if TYPE_CHECKING:
     from emberbox.compress.pipeline import CompressOptions, Prepared
     from emberbox.compress.pipeline import Progress as Written
+    from emberbox.compress.recipe import Budget
     from emberbox.compress.trellis_steps import Search
 
 NAME = "compress"
@@ -37,6 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=checkpoint_folder, metavar="DST", help="new folder")
     parser.add_argument(
         "--recipe", required=True, metavar="NAME_OR_FILE", help="what becomes what; see below"
+    )
+    parser.add_argument(
+        "--budget-bytes", type=int, metavar="BYTES", help="of all tensors, in place of bits"
+    )
+    parser.add_argument(
+        "--sensitivity",
+        type=Path,
+        metavar="FILE",
+        help="spend the budget as measured there; a file that is not there is measured first",
     )
     parser.add_argument("--plan", action="store_true", help="say what would be done, and stop")
     parser.add_argument("--resume", action="store_true", help="go on where DST was left")
@@ -67,14 +78,17 @@ def run(args: argparse.Namespace) -> int:
     from emberbox.compress.recipe import load_recipe
 
     logs.set_up(settings_from(LogSettings, args).level)
-    prepared = prepare(args.source, load_recipe(args.recipe), _options(args))
+    options = _options(args)
+    budget = _budget(args, options)
+    prepared = prepare(args.source, load_recipe(args.recipe, budget), options)
     console = Console(highlight=False, quiet=args.json, soft_wrap=True)
     console.print(_table(prepared))
     for note in prepared.plan.notes:
         console.print(f"note: {note}", markup=False)
     if not args.plan:
         with _Bar(console) as bar:
-            compress(prepared, args.folder, _search(prepared), bar.written, bar.verified)
+            search = _search(options, is_needed=prepared.calibration is not None)
+            compress(prepared, args.folder, search, bar.written, bar.verified)
         console.print(f"{args.folder} is complete: emberbox serve {args.folder}", markup=False)
     if args.json:
         print(json.dumps(_as_json(prepared, None if args.plan else args.folder)))
@@ -97,16 +111,36 @@ def _options(args: argparse.Namespace) -> "CompressOptions":
     )
 
 
-def _search(prepared: "Prepared") -> "Search":
+def _budget(args: argparse.Namespace, options: "CompressOptions") -> "Budget | None":
+    """What the flags say; losses that are not measured yet are measured now."""
+    from emberbox.compress.measure_sensitivity import sensitivity_of
+    from emberbox.compress.recipe import Budget, load_recipe
+    from emberbox.store.durable import disk_problems, write_file
+
+    if args.budget_bytes is None:
+        if args.sensitivity is not None:
+            raise SettingsError("--sensitivity: without --budget-bytes it says nothing")
+        return None
+    if args.sensitivity is not None and not args.sensitivity.exists():
+        recipe = load_recipe(args.recipe, Budget(args.budget_bytes))
+        found = sensitivity_of(args.source, recipe, options, _search(options))
+        draft = args.sensitivity.with_name(f"{args.sensitivity.name}.part")
+        with disk_problems(draft.parent):
+            write_file(draft, [found.text.encode()])
+            draft.replace(args.sensitivity)
+    return Budget(args.budget_bytes, args.sensitivity)
+
+
+def _search(options: "CompressOptions", *, is_needed: bool = True) -> "Search":
     """The trellis search for the device; what it needs is looked for now, not in the middle."""
-    if prepared.options.device != "cpu":
+    if options.device != "cpu":
         from emberbox.compress import trellis_search_cuda
 
-        trellis_search_cuda.check(prepared.options.device)
+        trellis_search_cuda.check(options.device)
         return trellis_search_cuda.search
     from emberbox.compress import trellis_search_cpu
 
-    if prepared.calibration is not None:
+    if is_needed:
         trellis_search_cpu.kernel()
     return trellis_search_cpu.search
 

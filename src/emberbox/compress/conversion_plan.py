@@ -21,8 +21,10 @@ from emberbox.compress.conversion_items import (
     make_items,
     stored_as,
 )
+from emberbox.compress.keep_map import Heaviest, KeepMap
 from emberbox.compress.quantization_config import average_bits, config_json, tensor_storage
 from emberbox.compress.recipe import Recipe, Rule, Target
+from emberbox.compress.sensitivity import choose_measured, losses_in
 from emberbox.errors import SettingsError
 from emberbox.formats.exl3 import BLOCK
 from emberbox.model.config import Glm5NextConfig, TextConfig
@@ -96,6 +98,7 @@ def plan_conversion(
 ) -> ConversionPlan:
     """What `recipe` makes of a model with these tensors.
 
+    Which experts are the heaviest, headers do not tell: the first stand for them, sizes are right.
     Raises LoadRefused if the tensors are not those of `config`, SettingsError with every reason
     why the recipe does not fit them.
     """
@@ -103,7 +106,10 @@ def plan_conversion(
     pieces = [piece for placement in assignment.placements for piece in placement.pieces]
     has_mtp = Part.MTP in assignment.parts
     _refuse(recipe, list(_expert_problems(config.text, has_mtp, recipe)))
-    choice = _Choice(config, recipe)
+    keep = recipe.keep
+    if isinstance(keep, Heaviest):
+        keep = keep.stand_in(config.text, has_mtp)
+    choice = _Choice(config.text, recipe, keep)
     chosen = [one for piece in pieces for one in choice.of(piece)]
     _refuse(recipe, [*choice.problems(), *choice.unmatched({p.parameter.part for p in pieces})])
     notes = choice.notes()
@@ -136,8 +142,8 @@ def _expert_problems(text: TextConfig, has_mtp: bool, recipe: Recipe) -> Iterato
 class _Choice:
     """Applies rules and keep-map to one piece after another, and remembers what was odd."""
 
-    def __init__(self, config: Glm5NextConfig, recipe: Recipe) -> None:
-        self.text, self.recipe = config.text, recipe
+    def __init__(self, text: TextConfig, recipe: Recipe, keep: KeepMap | None) -> None:
+        self.text, self.recipe, self.keep = text, recipe, keep
         self.matched: set[Rule] = set()
         self.modules: set[str] = set()  # layer and expert numbers replaced by *
         self.stuck: dict[tuple[Rule, Target], list[str]] = {}
@@ -147,8 +153,8 @@ class _Choice:
     def of(self, piece: Piece) -> Iterator[Chosen]:
         """The piece as it is chosen; nothing for an expert that goes."""
         name, rows = piece.parameter.name, None
-        if self.recipe.keep is not None:
-            layers = self.recipe.keep.layers
+        if self.keep is not None:
+            layers = self.keep.layers
             if match := _EXPERT.match(name):
                 kept, expert = layers[int(match[1])], int(match[2])
                 if expert not in kept:
@@ -241,6 +247,10 @@ def _within_budget(
         if one.is_budgeted:
             num_weights[groups[one.name]] += prod(one.piece.parameter.shape)
     bits = choose_bits(num_weights, recipe.lowest_bits, num_bytes, budget_bytes)
+    if recipe.sensitivity is not None:
+        left = budget_bytes - num_bytes
+        losses = losses_in(recipe.sensitivity)
+        bits = choose_measured(num_weights, losses, left, recipe.lowest_bits)
     return [
         replace(one, target=replace(one.target, bits=bits[groups[one.name]]))
         if one.is_budgeted

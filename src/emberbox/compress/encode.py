@@ -69,15 +69,15 @@ class Encoder:
             if item.target.format in ("keep", "bf16"):
                 yield self._plain(item)
             elif item.target.format == "fp8_block":
-                yield _quantised(item, quantize_fp8(item.name, self._weight(item, weights)))
+                yield _quantised(item, quantize_fp8(item.name, self.weight(item, weights)))
         rounded = [item for item in items if item.target.format == "nvfp4"]
         for together in computed_together(rounded):
-            made = quantize_nvfp4({item.name: self._weight(item, weights) for item in together})
+            made = quantize_nvfp4({item.name: self.weight(item, weights) for item in together})
             yield from (_quantised(item, made[item.name]) for item in together)
-        for group in self._groups(searched):
+        for group in self.groups(searched):
             yield from self._exl3(group, hessian, weights)
 
-    def _weight(self, item: Item, weights: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, item: Item, weights: Mapping[str, Tensor]) -> Tensor:
         found = weights.get(item.name)
         return self.source.weight(item, self.device) if found is None else found
 
@@ -90,7 +90,7 @@ class Encoder:
             raise OpError(f"{spec.name}: holds values that {spec.dtype} cannot")
         return Encoded(item, ((spec, cast),), cast)
 
-    def _groups(self, items: Iterable[Item]) -> Iterator[list[Item]]:
+    def groups(self, items: Iterable[Item]) -> Iterator[list[Item]]:
         """Matrices that can go through the search together, as many as memory allows."""
         alike: dict[object, list[Item]] = {}
         for item in items:
@@ -111,13 +111,13 @@ class Encoder:
         hessian: Callable[[Item], Hessian],
         weights: Mapping[str, Tensor],
     ) -> Iterator[Encoded]:
-        plans = [_plan(item) for item in items]
+        plans = [seeded_plan(item, item.target.bits) for item in items]
         hessians = [hessian(item) for item in items]
         if all(one is hessians[0] for one in hessians):
             hessians = hessians[:1]
         try:
             made = quantize(
-                [self._weight(item, weights) for item in items],
+                [self.weight(item, weights) for item in items],
                 hessians,
                 plans,
                 self.search,
@@ -130,9 +130,9 @@ class Encoder:
             yield _quantised(item, one.tensor, one.report)
 
 
-def _plan(item: Item) -> TrellisPlan:
+def seeded_plan(item: Item, bits: float | None) -> TrellisPlan:
     """The seed is the name's, so that a matrix comes out the same whatever lies around it."""
-    bits, codebook = item.target.bits, item.target.codebook
+    codebook = item.target.codebook
     assert bits is not None, "the recipe has chosen"
     assert codebook is not None, "the recipe has chosen"
     return TrellisPlan(bits=bits, codebook=codebook, seed=zlib.crc32(item.name.encode()))

@@ -3,7 +3,6 @@
 Knows no weights and no codes.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -70,19 +69,9 @@ class HessianSum:
     """
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
-        dtype = working_dtype(device)
-        self._sum = torch.zeros(num_inputs, num_inputs, dtype=dtype, device=device)
+        self.dtype = dtype = working_dtype(device)
+        self.total = torch.zeros(num_inputs, num_inputs, dtype=dtype, device=device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # rows kept, rows dropped
-
-    @classmethod
-    def restored(
-        cls, state: Mapping[str, Tensor], device: torch.device | str = "cpu"
-    ) -> "HessianSum":
-        """From what `state` gave; on a device of the same dtype nothing is lost."""
-        total = cls(state["sum"].shape[0], device)
-        total._sum.copy_(state["sum"])
-        total._counts.copy_(state["counts"])
-        return total
 
     @property
     def num_rows(self) -> int:
@@ -96,32 +85,18 @@ class HessianSum:
 
     def add(self, x: Tensor) -> None:
         """x [..., I] of any float type, on any device."""
-        if x.shape[-1] != self._sum.shape[0]:
-            raise OpError(f"Hessian: rows of {x.shape[-1]}, expected {self._sum.shape[0]}")
-        rows = x.reshape(-1, x.shape[-1]).to(self._sum.device, self._sum.dtype)
+        if x.shape[-1] != self.total.shape[0]:
+            raise OpError(f"Hessian: rows of {x.shape[-1]}, expected {self.total.shape[0]}")
+        rows = x.reshape(-1, x.shape[-1]).to(self.total.device, self.total.dtype)
         # Dropped rows become zeros: to cut them out, a GPU would have to be waited for.
         is_kept = rows.isfinite().all(-1)
         rows = torch.where(is_kept[:, None], rows, 0)
-        self._sum.addmm_(rows.T, rows)
+        self.total.addmm_(rows.T, rows)
         self._counts += torch.stack([is_kept.sum(), (~is_kept).sum()])
-
-    def merge(self, other: "HessianSum") -> None:
-        """Adds the rows of another sum."""
-        if other._sum.shape != self._sum.shape:
-            raise OpError(
-                f"Hessian: a sum over {other._sum.shape[0]} inputs merged into one over "
-                f"{self._sum.shape[0]}"
-            )
-        self._sum += other._sum.to(self._sum.device, self._sum.dtype)
-        self._counts += other._counts.to(self._counts.device)
-
-    def state(self) -> dict[str, Tensor]:
-        """sum [I, I] and counts int64 [2], copied to the CPU, to be saved."""
-        return {"sum": self._sum.cpu().clone(), "counts": self._counts.cpu().clone()}
 
     def mean(self) -> Hessian:
         """The Hessian of all rows so far, on the sum's device."""
-        return Hessian(self._sum / max(self.num_rows, 1), self.num_rows)
+        return Hessian(self.total / max(self.num_rows, 1), self.num_rows)
 
 
 def rotated(damped: Tensor, suh: Tensor) -> Tensor:

@@ -6,6 +6,10 @@
     [keep.layers]          # or in the recipe itself
     3 = [0, 2, 5]
 
+    [keep]                 # or so many, those that bear most on the calibration text
+    by = "routing-mass"    # see routing_mass.py
+    count = 12
+
 Every layer with experts is listed, the MTP layer (the number after the last) among them, and all
 keep equally many: `n_routed_experts` is one number. Ids are those of the source, ascending; in the
 result they are counted anew.
@@ -13,7 +17,7 @@ result they are counted anew.
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +25,9 @@ from emberbox.model.config import TextConfig
 from emberbox.store.strict_json import JsonProblem, parse_object
 
 MAX_FILE_BYTES = 4 << 20
-KEYS = ("file", "layers")
+WAYS = ({"file"}, {"layers"}, {"by", "count"})
+BY_MASS = "routing-mass"
+KEPT_NAME = "kept.json"  # of a map that was made here
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,7 @@ class KeepMap:
 
     def problems(self, text: TextConfig, has_mtp: bool) -> Iterator[str]:
         """Why this map does not fit a model."""
-        experts = {n: text.n_routed_experts for n, is_moe in enumerate(text.mlp_is_moe) if is_moe}
-        if has_mtp:
-            experts[text.num_hidden_layers] = text.mtp_experts
+        experts = experts_of(text, has_mtp)
         missing = sorted(experts.keys() - self.layers.keys())
         if missing:
             yield f"keep: layers {_listed(missing)} have experts and are not listed"
@@ -67,11 +71,53 @@ class KeepMap:
             )
 
 
-def read_keep_map(table: object, folder: Path | None, problems: list[str]) -> KeepMap | None:
-    """The map in `table`, the value of `keep`; None, and `problems` says why, if it is not one."""
-    if not isinstance(table, dict) or len(table) != 1 or next(iter(table)) not in KEYS:
-        problems.append(f"keep: expected one of {' and '.join(KEYS)}, and nothing else")
+@dataclass(frozen=True, slots=True)
+class Heaviest:
+    """`count` experts of every layer stay; which, only the calibration text tells."""
+
+    count: int
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts a layer keeps."""
+        return self.count
+
+    def problems(self, text: TextConfig, has_mtp: bool) -> Iterator[str]:
+        """Why so many cannot stay."""
+        least, most = text.num_experts_per_tok, min(experts_of(text, has_mtp).values(), default=0)
+        if not least <= self.count <= most:
+            yield (
+                f"keep.count is {self.count}, expected {least} (a token needs so many) to {most} "
+                f"(a layer has no more)"
+            )
+
+    def stand_in(self, text: TextConfig, has_mtp: bool) -> KeepMap:
+        """A map of the same size, for a plan from headers: the first of every layer."""
+        return KeepMap(dict.fromkeys(experts_of(text, has_mtp), tuple(range(self.count))))
+
+
+def experts_of(text: TextConfig, has_mtp: bool) -> dict[int, int]:
+    """Layer -> number of its routed experts; the MTP layer has the number after the last."""
+    experts = {n: text.n_routed_experts for n, is_moe in enumerate(text.mlp_is_moe) if is_moe}
+    return experts | ({text.num_hidden_layers: text.mtp_experts} if has_mtp else {})
+
+
+def made_map(layers: Mapping[int, Sequence[int]]) -> KeepMap:
+    """A map that came from no file, as one: to be written beside what is made by it."""
+    lines = ",\n".join(f'"{layer}": {json.dumps(list(ids))}' for layer, ids in layers.items())
+    kept = {layer: tuple(ids) for layer, ids in layers.items()}
+    return KeepMap(kept, KEPT_NAME, f"{{\n{lines}\n}}\n")
+
+
+def read_keep_map(
+    table: object, folder: Path | None, problems: list[str]
+) -> KeepMap | Heaviest | None:
+    """What `table`, the value of `keep`, says; None, and `problems` says why, if it is wrong."""
+    if not isinstance(table, dict) or set(table) not in WAYS:
+        problems.append("keep: expected one of file, layers, or by and count, and nothing else")
         return None
+    if "by" in table:
+        return _heaviest(table, problems)
     if "layers" in table:
         layers = _layers(table["layers"], "keep.layers", problems)
         text = json.dumps(table["layers"], sort_keys=True) if layers else ""
@@ -89,6 +135,17 @@ def read_keep_map(table: object, folder: Path | None, problems: list[str]) -> Ke
         return None
     layers = _layers(data, f"keep.file: {path}", problems)
     return KeepMap(layers, path.name, text) if layers else None
+
+
+def _heaviest(table: Mapping[str, object], problems: list[str]) -> Heaviest | None:
+    by, count = table["by"], table["count"]
+    if by != BY_MASS:
+        problems.append(f"keep.by is {by!r}, expected {BY_MASS!r}")
+    if type(count) is not int or count < 1:
+        problems.append(f"keep.count is {count!r}, expected a whole number of experts")
+    elif by == BY_MASS:
+        return Heaviest(count)
+    return None
 
 
 def _read(path: Path) -> str:

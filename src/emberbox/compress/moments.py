@@ -27,6 +27,7 @@ class Recorder:
         base: OpTable,
         device: torch.device,
     ) -> None:
+        self.device = device
         self._sums: dict[str, HessianSum] = {}
         self._means: dict[str, Hessian] = {}
         self._by_weight: dict[int, HessianSum] = {}

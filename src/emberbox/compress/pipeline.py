@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,10 +23,12 @@ from emberbox.compress.conversion_plan import ConversionPlan, plan_conversion
 from emberbox.compress.describe import card_of
 from emberbox.compress.encode import Encoded, Encoder
 from emberbox.compress.journal import JOURNAL_NAME, Job
+from emberbox.compress.keep_map import Heaviest, KeepMap
 from emberbox.compress.moments import unknown
 from emberbox.compress.output import Output
 from emberbox.compress.quantize_exl3 import group_bytes
-from emberbox.compress.recipe import Recipe
+from emberbox.compress.recipe import SENSITIVITY_NAME, Recipe
+from emberbox.compress.routing_mass import RoutingMass, routing_mass
 from emberbox.compress.source import Source
 from emberbox.compress.trellis_steps import Search
 from emberbox.compress.walk import Walk, activation_bytes
@@ -87,13 +89,18 @@ class CompressOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A conversion that can begin. calibration: None where the recipe needs no search."""
+    """A conversion that can begin.
+
+    calibration: None where the recipe needs no search. mass: of the source's experts, where that
+    tells which of them stay.
+    """
 
     checkpoint: Checkpoint
     config: Glm5NextConfig
     plan: ConversionPlan
     calibration: Calibration | None
     options: CompressOptions
+    mass: RoutingMass | None = None
 
     @property
     def job(self) -> Job:
@@ -160,16 +167,38 @@ Listener = Callable[[Progress], None]
 
 
 def prepare(source: Path, recipe: Recipe, options: CompressOptions) -> Prepared:
-    """Read headers and text, plan and check. Raises LoadRefused, SettingsError, CheckpointError."""
+    """Read headers and text, plan and check; where routing mass decides, the text passes as well.
+
+    Raises LoadRefused, SettingsError, CheckpointError, and for that MemoryRefused.
+    """
     checkpoint = open_checkpoint(source.resolve())
     config = Glm5NextConfig.from_dict(checkpoint.config)
     plan = plan_conversion(config, checkpoint.tensors, recipe)
-    calibration = None
-    if any(i.target.format == "exl3" and i.part is not Part.VISION for i in plan.items):
-        calibration = load_calibration(
-            source, options.text, options.rows, options.cols, options.seed
-        )
-    return Prepared(checkpoint, config, plan, calibration, options)
+    is_text_needed = _is_searched(plan) or isinstance(recipe.keep, Heaviest)
+    chosen = (options.rows, options.cols, options.seed)
+    text = load_calibration(source, options.text, *chosen) if is_text_needed else None
+    prepared = Prepared(checkpoint, config, plan, text, options)
+    if text is None or not isinstance(recipe.keep, Heaviest):
+        return prepared
+    return _with_heaviest(prepared, recipe.keep.count, text)
+
+
+def _is_searched(plan: ConversionPlan) -> bool:
+    """Whether there is a trellis that the calibration text decides."""
+    return any(i.target.format == "exl3" and i.part is not Part.VISION for i in plan.items)
+
+
+def _with_heaviest(prepared: Prepared, count: int, text: Calibration) -> Prepared:
+    """Planned anew with the experts that bear most of the routing of `text`."""
+    _require_memory(prepared)
+    source = Source(prepared.checkpoint, prepared.config)
+    mass = routing_mass(source, text, torch.device(prepared.options.device))
+    keep = mass.heaviest(count)
+    recipe = replace(prepared.plan.recipe, keep=keep)
+    plan = plan_conversion(prepared.config, prepared.checkpoint.tensors, recipe)
+    plan = replace(plan, notes=(*plan.notes, *mass.notes(keep)))
+    calibration = text if _is_searched(plan) else None
+    return replace(prepared, plan=plan, calibration=calibration, mass=mass)
 
 
 def compress(
@@ -239,7 +268,8 @@ class _Run:
         left = [name for name in groups if name not in self.output.done]
         walk = None
         if prepared.calibration and any(name.startswith(REACHED) for name in left):
-            walk = Walk(encoder, prepared.calibration.token_ids)
+            shrink = prepared.plan.recipe.shrink_tokens
+            walk = Walk(encoder, prepared.calibration.token_ids, shrink)
             self._restore(walk, [name for name in groups if name.startswith(LAYER)])
         for name, items in groups.items():
             self.progress.unit = name
@@ -324,16 +354,36 @@ def _config(prepared: Prepared) -> dict[str, object]:
 
 def _report(prepared: Prepared, reports: Mapping[str, object]) -> bytes:
     """compression.json: how each matrix came out, and what is needed to do it again."""
-    found, options = prepared.calibration, prepared.options
-    text = found and {
-        "source": found.source,
-        "sha256": found.sha256,
-        "rows": options.rows,
-        "cols": options.cols,
-        "seed": options.seed,
+    options, mass = prepared.options, prepared.mass
+
+    def about(text: Calibration) -> dict[str, object]:
+        chosen = {"rows": options.rows, "cols": options.cols, "seed": options.seed}
+        return {"source": text.source, "sha256": text.sha256, **chosen}
+
+    found = prepared.calibration
+    whole: dict[str, object] = {
+        "command": _command(prepared),
+        "calibration": found and about(found),
+        "matrices": reports,
     }
-    whole = {"calibration": text, "matrices": reports}
+    if mass is not None:
+        whole["routing_mass"] = {"text": about(mass.text), "layers": mass.layers}
     return (json.dumps(whole, indent=1) + "\n").encode()
+
+
+def _command(prepared: Prepared) -> str:
+    """That makes this result again, for whoever has the source and the recipe."""
+    recipe, options = prepared.plan.recipe, prepared.options
+    name = recipe.name if not Path(recipe.name).is_absolute() else Path(recipe.name).name
+    words = [f"emberbox compress SRC DST --recipe {name}"]
+    if recipe.budget is not None:
+        words.append(f"--budget-bytes {recipe.budget.num_bytes}")
+        words += [f"--sensitivity {SENSITIVITY_NAME}"] * (recipe.budget.sensitivity is not None)
+    if prepared.calibration is not None:
+        words.append(f"--rows {options.rows} --cols {options.cols} --seed {options.seed}")
+        words.append(f"--device {options.device.partition(':')[0]}")
+        words += ["--text TEXT"] * (options.text is not None)
+    return " ".join(words)
 
 
 def _files(prepared: Prepared) -> dict[str, bytes | Path]:
@@ -343,7 +393,9 @@ def _files(prepared: Prepared) -> dict[str, bytes | Path]:
         name: folder / name for name in COPIED if (folder / name).is_file()
     }
     files["recipe.toml"] = recipe.text.encode()
-    if recipe.keep is not None and recipe.keep.file and recipe.keep.text:
+    if recipe.sensitivity is not None:
+        files[SENSITIVITY_NAME] = recipe.sensitivity.encode()
+    if isinstance(recipe.keep, KeepMap) and recipe.keep.file and recipe.keep.text:
         files[Path(recipe.keep.file).name] = recipe.keep.text.encode()
     quantization = _config(prepared).get("quantization_config")
     if isinstance(quantization, dict):

@@ -4,6 +4,9 @@ layout = "released"            # or "exllamav3": names and dtypes as that progra
 allow_mixed_experts = false    # one format and rate per projection over a layer's experts
 budget_bytes = 96_000_000_000  # in place of `bits`: see bit_budget.py
 lowest_bits = 2                # where the budget starts from
+sensitivity = "FILE"           # how the budget is spent, measured: see sensitivity.py
+expert_moments = "routed"      # or "all", the default: which tokens an expert is fitted to
+shrink_tokens = 256            # of "routed": tokens of the layer's mean beside an expert's own
 
 [[rule]]                       # the last rule that matches a module decides; no rule: it moves
 match = "**.mlp.experts.**"    # one pattern or several: * stays between dots, ** does not
@@ -20,14 +23,14 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar, cast
 
-from emberbox.compress.keep_map import KeepMap, read_keep_map
+from emberbox.compress.keep_map import Heaviest, KeepMap, read_keep_map
 from emberbox.errors import SettingsError
 from emberbox.formats.codebooks import CODEBOOKS
 from emberbox.formats.trellis import RATES, is_half_rate
@@ -39,7 +42,11 @@ PARTS = ("trunk", "mtp", "vision")
 ATTENTIONS = ("mla", "kda")
 CODEBOOK = "mul1"  # the best of the three from 2 bits on, and the only one with half rates
 BITS = tuple(sorted(num_words / 16 for num_words in RATES))
-MAX_RECIPE_BYTES = 1 << 20
+SENSITIVITY_NAME = "sensitivity.json"
+EXPERT_MOMENTS = ("all", "routed")
+SHRINK_TOKENS = 256
+MAX_SHRINK_TOKENS = 1 << 30
+MAX_RECIPE_BYTES = 1 << 24
 MAX_BUDGET_BYTES = 1 << 50
 
 TOP_KEYS = (
@@ -48,6 +55,9 @@ TOP_KEYS = (
     "allow_mixed_experts",
     "budget_bytes",
     "lowest_bits",
+    "sensitivity",
+    "expert_moments",
+    "shrink_tokens",
     "rule",
     "keep",
 )
@@ -102,6 +112,10 @@ class Recipe:
     """A parsed recipe. `text` is the file as it was read, for the folder that is made by it.
 
     keep_fused_vision: beside q, k and v of the vision tower, store them fused as well.
+    sensitivity: the file that says how `budget_bytes` is spent. budget: both, where they were given
+    beside the recipe.
+    shrink_tokens: experts are fitted to the tokens that choose them, see compress.routing; None:
+    to all tokens.
     """
 
     name: str
@@ -112,13 +126,17 @@ class Recipe:
     allow_mixed_experts: bool = False
     budget_bytes: int | None = None
     lowest_bits: float = 1.0
-    keep: KeepMap | None = None
+    keep: KeepMap | Heaviest | None = None
+    shrink_tokens: int | None = None
+    sensitivity: str | None = None
+    budget: "Budget | None" = None
 
     @property
     def digest(self) -> str:
         """sha256 of everything the recipe says, the keep-map's own file included."""
-        kept = self.keep.text if self.keep else ""
-        return hashlib.sha256(f"{self.text}\0{kept}".encode()).hexdigest()
+        kept = self.keep.text if isinstance(self.keep, KeepMap) else ""
+        whole = f"{self.text}\0{kept}\0{self.sensitivity or ''}"
+        return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -127,15 +145,30 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
 
 
-def load_recipe(name_or_path: str | Path) -> Recipe:
-    """A shipped recipe by its name, else the one in a file.
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of all tensors, and how they are spent: a file of measured losses, or None."""
+
+    num_bytes: int
+    sensitivity: Path | None = None
+
+    def added_to(self, text: str) -> str:
+        """The recipe in `text` with this budget: what the result's folder says."""
+        lines = f"budget_bytes = {self.num_bytes}\n"
+        if self.sensitivity is not None:
+            lines += f'sensitivity = "{SENSITIVITY_NAME}"\n'
+        return lines + text
+
+
+def load_recipe(name_or_path: str | Path, budget: Budget | None = None) -> Recipe:
+    """A shipped recipe by its name, else the one in a file; with a budget that it does not name.
 
     Raises SettingsError with everything that is wrong in it.
     """
     names = recipe_names()
     if isinstance(name_or_path, str) and name_or_path in names:
         text = (RECIPES / f"{name_or_path}.toml").read_text(encoding="utf-8")
-        return parse_recipe(text, name_or_path)
+        return parse_recipe(text, name_or_path, budget=budget)
     path = Path(name_or_path)
     if not path.is_file():
         meant = _meant(path.name, names)
@@ -143,17 +176,25 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
             f"recipe: {str(name_or_path)!r} is neither shipped nor a file{meant}",
             hint=f"shipped are {', '.join(names)}",
         )
+    return parse_recipe(_read(path, "a recipe"), str(path), path.parent, budget)
+
+
+def _read(path: Path, what: str) -> str:
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise SettingsError(f"{path}: larger than {MAX_RECIPE_BYTES} bytes, not a recipe")
-        text = path.read_text(encoding="utf-8")
+            raise SettingsError(f"{path}: larger than {MAX_RECIPE_BYTES} bytes, not {what}")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
-    return parse_recipe(text, str(path), path.parent)
 
 
-def parse_recipe(text: str, name: str, folder: Path | None = None) -> Recipe:
-    """The recipe in `text`; a keep-map's file is looked for in `folder`. Raises SettingsError."""
+def parse_recipe(
+    text: str, name: str, folder: Path | None = None, budget: Budget | None = None
+) -> Recipe:
+    """The recipe in `text`; files that it names lie in `folder`. Raises SettingsError."""
+    measured = None
+    if budget is not None:
+        text, measured = budget.added_to(text), budget.sensitivity
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -162,6 +203,7 @@ def parse_recipe(text: str, name: str, folder: Path | None = None) -> Recipe:
     reader.unknown(data, TOP_KEYS, "", 0)
     recipe = Recipe(
         name=name,
+        budget=budget,
         text=text,
         rules=tuple(reader.rules(data)),
         layout=reader.value(data, "layout", LAYOUTS) or "released",
@@ -169,24 +211,41 @@ def parse_recipe(text: str, name: str, folder: Path | None = None) -> Recipe:
         allow_mixed_experts=reader.value(data, "allow_mixed_experts", (True, False)) or False,
         budget_bytes=reader.value(data, "budget_bytes", range(1, MAX_BUDGET_BYTES)),
         lowest_bits=float(reader.value(data, "lowest_bits", BITS) or BITS[0]),
+        shrink_tokens=_shrink_tokens(data, reader),
         keep=read_keep_map(data["keep"], folder, reader.problems) if "keep" in data else None,
     )
     reader.problems += _contradictions(recipe, data)
     if reader.problems:
         lines = "\n".join(f"  - {problem}" for problem in reader.problems)
         raise SettingsError(f"recipe {name}: {len(reader.problems)} problem(s)\n{lines}")
+    if "sensitivity" in data:
+        found = (folder or Path()) / str(data["sensitivity"])
+        recipe = replace(recipe, sensitivity=_read(measured or found, "measured losses"))
     return recipe
+
+
+def _shrink_tokens(data: Mapping[str, object], reader: "_Reader") -> int | None:
+    found = reader.value(data, "shrink_tokens", range(1, MAX_SHRINK_TOKENS + 1))
+    moments = reader.value(data, "expert_moments", EXPERT_MOMENTS)
+    return (found or SHRINK_TOKENS) if moments == "routed" else None
 
 
 def _contradictions(recipe: Recipe, data: Mapping[str, object]) -> Iterator[str]:
     """Values that are sound alone and disagree with another."""
     budgeted = [rule for rule in recipe.rules if rule.is_budgeted]
     if recipe.budget_bytes is None:
-        yield from (f"{rule.where}: exl3 without bits, and there is no budget" for rule in budgeted)
+        yield from (
+            f"{rule.where}: exl3 without bits, and there is no budget (--budget-bytes)"
+            for rule in budgeted
+        )
+        if "sensitivity" in data:
+            yield "sensitivity: without budget_bytes it says nothing"
         if "lowest_bits" in data:
             yield "lowest_bits: without budget_bytes it says nothing"
     elif not budgeted:
         yield "budget_bytes: no exl3 rule leaves its bits to the budget"
+    if "shrink_tokens" in data and data.get("expert_moments") != "routed":
+        yield 'shrink_tokens: only expert_moments = "routed" shrinks anything'
     if recipe.keep_fused_vision and recipe.layout != "exllamav3":
         yield 'keep_fused_vision: only layout = "exllamav3" splits them'
     if not recipe.rules and recipe.keep is None:

@@ -8,7 +8,7 @@ with them a few paths, so errors are compared and not bytes.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from emberbox.compress.conversion_items import Item
 from emberbox.compress.encode import Encoded, Encoder
 from emberbox.compress.hessian import Hessian
+from emberbox.compress.keep_map import KEPT_NAME, Heaviest, read_keep_map
 from emberbox.compress.pipeline import LAYER, REPORT_NAME, CompressOptions, Prepared, prepare
 from emberbox.compress.recipe import parse_recipe
 from emberbox.compress.source import Source
@@ -89,7 +90,8 @@ def compress_again(
         frozenset(names),
     )
     assert prepared.calibration is not None, "its recipe has a trellis"
-    walk = Walk(encoder, prepared.calibration.token_ids)
+    shrink = prepared.plan.recipe.shrink_tokens
+    walk = Walk(encoder, prepared.calibration.token_ids, shrink)
     walk.begin()
     left = set(names)
     for unit, items in prepared.plan.groups().items():
@@ -133,7 +135,12 @@ def _report_of(made: Path) -> dict[str, dict[str, Any]]:
 
 
 def _prepared(source: Path, made: Path, text: Mapping[str, Any]) -> Prepared:
-    recipe = parse_recipe((made / "recipe.toml").read_text("utf-8"), "recipe.toml")
+    recipe = parse_recipe((made / "recipe.toml").read_text("utf-8"), "recipe.toml", made)
+    if isinstance(recipe.keep, Heaviest):  # which they were, is known: nothing is counted again
+        problems: list[str] = []
+        recipe = replace(recipe, keep=read_keep_map({"file": KEPT_NAME}, made, problems))
+        if problems:
+            raise CheckpointError("; ".join(problems))
     rows, cols, seed = (int(text[key]) for key in ("rows", "cols", "seed"))
     prepared = prepare(source, recipe, CompressOptions(rows=rows, cols=cols, seed=seed))
     if prepared.calibration is None or prepared.calibration.sha256 != str(text["sha256"]):

@@ -20,6 +20,7 @@ from emberbox.compress.conversion_items import Item
 from emberbox.compress.encode import Encoded, Encoder
 from emberbox.compress.hessian import Hessian, HessianSum
 from emberbox.compress.moments import Recorder, mean_of
+from emberbox.compress.routing import Routing
 from emberbox.compress.source import EXPERTS, expert_of
 from emberbox.errors import CheckpointError, OpError
 from emberbox.model.attention import SparseAttention
@@ -28,7 +29,7 @@ from emberbox.model.config import TextConfig
 from emberbox.model.hyper import HyperConnection, mean_of_streams, open_streams
 from emberbox.model.kda import KimiDeltaAttention
 from emberbox.model.layers import RMSNorm, plain
-from emberbox.model.moe import FeedForward, MixtureOfExperts
+from emberbox.model.moe import FeedForward
 from emberbox.model.parameters import TEXT, mtp_prefix
 from emberbox.model.weights import WEIGHT
 from emberbox.ops.table import OpTable, bind_all
@@ -50,12 +51,17 @@ def activation_bytes(config: TextConfig, num_tokens: int, item: int) -> int:
 
 
 class Walk:
-    """token_ids [R, T]. `encoder.device` computes; the text waits on the CPU."""
+    """token_ids [R, T]. `encoder.device` computes; the text waits on the CPU.
 
-    def __init__(self, encoder: Encoder, token_ids: Tensor) -> None:
+    shrink_tokens: of the moments of routed experts, see Routing.moments.
+    """
+
+    def __init__(
+        self, encoder: Encoder, token_ids: Tensor, shrink_tokens: int | None = None
+    ) -> None:
         self.encoder, self.source, self.device = encoder, encoder.source, encoder.device
         self.config = encoder.source.config
-        self.token_ids = token_ids
+        self.token_ids, self.shrink_tokens = token_ids, shrink_tokens
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.ops = bind_all(self.device)
         self.num_rows, self.length = token_ids.shape
@@ -155,7 +161,9 @@ class Walk:
     ) -> Iterator[Encoded]:
         routed = [item for item in items if EXPERTS in item.name]
         shared = [item for item in items if EXPERTS not in item.name]
-        routing = _Routing(self, params, prefix, shared)
+        routing = Routing(
+            self.config.text, Recorder(shared, params, self.ops, self.device), params, prefix
+        )
         for _ in self._run(routing.collect, around):
             pass
         for encoded in self.encoder(shared, routing.recorder.hessian):
@@ -178,7 +186,7 @@ class Walk:
         while group := list(islice(every, size)):
             yield [item for expert in group for item in expert]
 
-    def _group(self, items: Sequence[Item], routing: "_Routing") -> Iterator[Encoded]:
+    def _group(self, items: Sequence[Item], routing: Routing) -> Iterator[Encoded]:
         """Compress some experts, and add what they make of the tokens that chose them."""
         read = {item.name: self.source.weight(item, self.device) for item in items}
         original = {name: weight.to(self.dtype) for name, weight in read.items()}
@@ -186,7 +194,7 @@ class Walk:
         downs = {item.name: item for item in items if item.projection.endswith("down_proj")}
 
         def hessian(item: Item) -> Hessian:
-            return routing.inner_moments(original, item) if item.name in downs else routing.mean
+            return routing.moments(original, item, self.shrink_tokens)
 
         for encoded in self.encoder(items, hessian, read):
             changed = encoded.weight(self.device, self.dtype)
@@ -261,68 +269,6 @@ class Walk:
                 raise OpError("the calibration text is no longer finite after this sublayer")
             moved[rows] = out.cpu()
         self.values = moved
-
-
-class _Routing:
-    """Inputs of the experts of a layer, which of them a token chose, and their summed outputs."""
-
-    def __init__(self, walk: Walk, params: Params, prefix: str, shared: Sequence[Item]) -> None:
-        self.config, self.ops, self.prefix = walk.config.text, walk.ops, prefix
-        self.recorder = Recorder(shared, params, walk.ops, walk.device)
-        self.moe = MixtureOfExperts(self.config, self.recorder.ops, params, prefix, 0)
-        self.moments = HessianSum(self.config.hidden_size, walk.device)
-        self.inputs: list[Tensor] = []  # [n, H] of each chunk
-        self.chosen: list[Tensor] = []  # [n, k] int64
-        self.weights: list[Tensor] = []  # [n, k] float32
-        self.outputs: list[Tensor] = []  # [n, H] float32
-        self.mean = Hessian(torch.zeros(1, 1), 0)
-
-    def collect(self, x: Tensor, _: tuple[Span, ...]) -> Tensor:
-        """Route x [n, H] and remember it; nothing is computed for the network."""
-        config = self.config
-        chosen, weights = self.ops.route_topk(
-            x,
-            self.moe.router,
-            self.moe.bias,
-            config.num_experts_per_tok,
-            config.routed_scaling_factor,
-        )
-        self.moe.shared(x)
-        self.moments.add(x)
-        self.inputs.append(x)
-        self.chosen.append(chosen)
-        self.weights.append(weights)
-        return torch.zeros_like(x)
-
-    def begin(self, params: Params) -> None:
-        """Outputs are those of the shared expert with the weights in `params` now."""
-        self.mean = mean_of(self.moments, f"{self.prefix}experts")
-        at = f"{self.prefix}shared_experts."
-        shared = FeedForward(self.ops, params, at, self.config.swiglu_limit)
-        self.outputs = [shared(x).float() for x in self.inputs]
-
-    def inner_moments(self, weights: Mapping[str, Tensor], down: Item) -> Hessian:
-        """Of what `down` is multiplied with, over all tokens."""
-        total = HessianSum(down.shape[1], self.inputs[0].device)
-        for x in self.inputs:
-            total.add(self._inner(x, weights, down.name))
-        return mean_of(total, down.name)
-
-    def add_expert(self, weights: Mapping[str, Tensor], down: Item) -> None:
-        """Its weighted output for the tokens that chose it."""
-        expert = expert_of(down.name)
-        assert expert is not None, "a routed expert"
-        chunks = zip(self.inputs, self.chosen, self.weights, self.outputs, strict=True)
-        for x, chosen, share, output in chunks:
-            rows, places = torch.eq(chosen, expert).nonzero(as_tuple=True)
-            made = self._inner(x[rows], weights, down.name) @ weights[down.name].T
-            output.index_add_(0, rows, made.float() * share[rows, places].float()[:, None])
-
-    def _inner(self, x: Tensor, weights: Mapping[str, Tensor], down: str) -> Tensor:
-        at = down.removesuffix("down_proj")
-        gate, up = x @ weights[f"{at}gate_proj"].T, x @ weights[f"{at}up_proj"].T
-        inner: Tensor = self.ops.swiglu(gate, up, self.config.swiglu_limit)
-        return inner
 
 
 def _called(sublayer: Sublayer, spans: tuple[Span, ...], x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ R = TypeVar("R")
 class Kernel:
     """A fast version, named by import path: a machine that cannot run it never imports it."""
 
-    path: str  # "emberbox.ops.kda_chunk.kernel_cpu:kda_chunk"
+    path: str  # "emberbox.ops.kda_chunk.kernel_torch:kda_chunk"
     device: str  # torch device type it runs on
     min_capability: tuple[int, int] = (0, 0)
 

@@ -44,5 +44,8 @@ OP = Op(
         {"T": 130, "H": 2, "D": 32, "collinear": 1},
     ),
     tolerance={torch.float32: 5e-5, torch.bfloat16: 5e-5},  # float32 inside either way
-    kernels={"cpu": Kernel("emberbox.ops.kda_chunk.kernel_cpu:kda_chunk", "cpu")},
+    kernels={
+        "cpu": Kernel("emberbox.ops.kda_chunk.kernel_torch:kda_chunk", "cpu"),
+        "cuda": Kernel("emberbox.ops.kda_chunk.kernel_torch:kda_chunk", "cuda"),
+    },
 )

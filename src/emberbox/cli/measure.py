@@ -1,0 +1,170 @@
+"""`emberbox measure fidelity REFERENCE CANDIDATE`: how close a model is, with a receipt."""
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from emberbox.cli.flags import checkpoint_folder, settings_from
+from emberbox.settings import LOG_LEVELS, LogSettings
+
+if TYPE_CHECKING:
+    from emberbox.measure.fidelity import Fidelity, FidelityOptions
+    from emberbox.measure.fidelity import Progress as Measured
+    from emberbox.measure.panel import Panel
+    from emberbox.measure.receipt import Receipt
+
+NAME = "measure"
+SUMMARY = "measure a model and write a receipt: fidelity"
+FIDELITY = "how far a model's predictions are from another's, token by token, on a fixed panel"
+EXAMPLE = """example:
+  emberbox measure fidelity models/ember-nano models/ember-nano-base2 --panel nano-25 \\
+    -o base2.json
+  emberbox receipt show base2.json
+
+`emberbox measure fidelity --help` lists the flags."""
+DETAILS = """example:
+  emberbox measure fidelity models/ember-nano models/ember-nano-base2 --panel nano-25 \\
+    -o base2.json
+
+lanes, whose figures are never mixed:
+  weights  every weight decoded to float32, the network in plain torch: the weights' error alone
+  served   the engine's own prefill with its kernels, its types and its cache: what users get
+The text alone is measured: no figure here is about pictures or about drafting.
+Beside OUT.json lies OUT.record.xz, from which `emberbox receipt verify` computes every figure."""
+
+# Flags that the printed command repeats, where they are not at their defaults.
+REPEATED = {"lane": "weights", "device": "auto", "runs": 2, "chunk": 512}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The kinds of measurement, each with its flags."""
+    kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
+    kind = kinds.add_parser(
+        "fidelity",
+        help=FIDELITY,
+        description=FIDELITY,
+        epilog=DETAILS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    kind.add_argument("reference", type=checkpoint_folder, metavar="REFERENCE", help="the original")
+    kind.add_argument("candidate", type=checkpoint_folder, metavar="CANDIDATE", help="to be judged")
+    kind.add_argument(
+        "--panel", required=True, metavar="NAME_OR_FILE", help="nano-25, or a .json(.xz) file"
+    )
+    kind.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="OUT.json", help="the receipt"
+    )
+    kind.add_argument("--lane", default="weights", help="weights or served (weights)")
+    kind.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    kind.add_argument("--runs", type=int, default=2, help="cold runs of the candidate (2)")
+    kind.add_argument("--chunk", type=int, default=512, help="tokens of a step, if served (512)")
+    kind.add_argument(
+        "--capture", type=Path, metavar="FOLDER", help="keep the reference's states here, for reuse"
+    )
+    kind.add_argument("--log-level", dest="level", choices=LOG_LEVELS, help="default: info")
+    # The verb's own --json comes after these flags; without a default this one does not undo it.
+    kind.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print the receipt as JSON"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, measure, write, show; exit code 0 when the receipt is written."""
+    from emberbox import logs
+    from emberbox.measure.fidelity import measure_fidelity
+    from emberbox.measure.panel import load_panel
+    from emberbox.measure.preflight import check_output
+    from emberbox.measure.receipt_schema import RECORD_SUFFIX, SCHEMA
+    from emberbox.measure.show import show
+
+    logs.set_up(settings_from(LogSettings, args).level)
+    options, panel, output = _options(args), load_panel(args.panel), args.output
+    record = output.with_name(output.name.removesuffix(".json") + RECORD_SUFFIX)
+    check_output(output, SCHEMA, beside=record)
+    console = Console(highlight=False, quiet=args.json)
+    with _Bar(console) as bar:
+        found = measure_fidelity(args.reference, args.candidate, panel, options, bar.moved)
+    receipt = _save(args, panel, found)
+    if args.json:
+        print(json.dumps(receipt.document))
+    else:
+        console.print(show(receipt))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> "FidelityOptions":
+    from emberbox.measure.fidelity import FidelityOptions
+
+    return FidelityOptions(
+        lane=args.lane,
+        device=args.device,
+        runs=args.runs,
+        capture_dir=args.capture,
+        chunk=args.chunk,
+    )
+
+
+def _save(args: argparse.Namespace, panel: "Panel", found: "Fidelity") -> "Receipt":
+    from emberbox.measure.receipt import Measured, run_of, save
+
+    measured = Measured(
+        panel=panel,
+        lane=found.lane,
+        command=_command(args),
+        reference=found.reference,
+        candidate=found.candidate,
+        device=found.device,
+        op_table=found.op_table,
+        settings=found.settings,
+        runs=[run_of(windows) for windows in found.runs],
+    )
+    return save(args.output, measured, found.runs[0])
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The line that measures this again; where states are kept changes no figure."""
+    words = ["emberbox", NAME, "fidelity", args.reference, args.candidate]
+    words += ["--panel", args.panel, "-o", args.output]
+    for name, default in REPEATED.items():
+        if (value := getattr(args, name)) != default:
+            words += [f"--{name}", value]
+    return shlex.join(map(str, words))
+
+
+class _Bar:
+    """The stage, how far it is and the time left, on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal or console.quiet,
+        )
+        self._task: TaskID | None = None
+        self._stage = ""
+
+    def __enter__(self) -> "_Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def moved(self, progress: "Measured") -> None:
+        """A stage begins, or goes on."""
+        if self._task is None or progress.stage != self._stage:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(progress.stage, total=progress.total)
+            self._stage = progress.stage
+        self._progress.update(self._task, completed=progress.done)

@@ -1,0 +1,123 @@
+"""`emberbox receipt show|verify|compare FILE...`: reads what a measurement wrote."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from emberbox.errors import MeasureError, SettingsError
+
+if TYPE_CHECKING:
+    from emberbox.measure.panel import Panel
+    from emberbox.measure.receipt import Receipt
+
+NAME = "receipt"
+SUMMARY = "show a receipt, compute it again from its record, or compare two"
+EXAMPLE = """example:
+  emberbox receipt show base2.json
+  emberbox receipt verify *.json
+  emberbox receipt compare plain.json ours.json
+
+verify computes every figure again from the record beside the receipt, and fails when one differs.
+compare pairs the windows of two receipts: the second against the first, below 0 it is closer."""
+
+ACTIONS = ("show", "verify", "compare")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this verb."""
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=" | ".join(ACTIONS))
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="NAME.json")
+    parser.add_argument(
+        "--panel", metavar="NAME_OR_FILE", help="of verify: the panel, if it is none of the shipped"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0, or 1 when a receipt is not good."""
+    if args.panel is not None and args.action != "verify":
+        raise SettingsError("--panel: only `receipt verify` takes it")
+    if args.action == "show":
+        return _show(args.files, as_json=args.json)
+    if args.action == "verify":
+        return _verify(args.files, args.panel, as_json=args.json)
+    return _compare(args.files, as_json=args.json)
+
+
+def _show(files: list[Path], *, as_json: bool) -> int:
+    from emberbox.measure.receipt import load
+    from emberbox.measure.show import show
+
+    receipts = [load(file) for file in files]
+    if as_json:
+        print(json.dumps([receipt.document for receipt in receipts]))
+        return 0
+    for receipt in receipts:
+        _console().print(show(receipt))
+    return 0
+
+
+def _verify(files: list[Path], panel_name: str | None, *, as_json: bool) -> int:
+    from emberbox.measure.panel import load_panel
+    from emberbox.measure.verify import verify
+
+    panel = load_panel(panel_name) if panel_name else None
+    found = {file: verify(file, panel) for file in files}
+    if as_json:
+        print(json.dumps({str(file): problems for file, problems in found.items()}))
+    else:
+        for file, problems in found.items():
+            lines = "\n  - ".join(_verdict(file, problems, panel))
+            _console().print(lines, markup=False, soft_wrap=True)
+    return 1 if any(found.values()) else 0
+
+
+def _verdict(file: Path, problems: list[str], panel: "Panel | None") -> list[str]:
+    """The first line and what follows it."""
+    from emberbox.measure.receipt import load
+    from emberbox.measure.verify import is_shipped
+
+    if problems:
+        return [f"{file}: {len(problems)} problem(s)", *problems]
+    receipt = load(file)
+    results, name = receipt["results"], receipt["panel"]["name"]
+    lines = [
+        f"{file}: good; {len(results['windows'])} windows, {results['positions']:,} positions, "
+        "every figure computed again"
+    ]
+    if panel is None and not is_shipped(receipt):
+        lines.append(f"panel {name!r} does not ship with emberbox: give it with --panel")
+    return lines
+
+
+def _compare(files: list[Path], *, as_json: bool) -> int:
+    from emberbox.measure.compare import compare
+    from emberbox.measure.show import show_comparison
+
+    if len(files) != 2:
+        raise SettingsError(f"receipt compare: {len(files)} file(s), expected 2: base and new")
+    base, new = (_good(file) for file in files)
+    found = compare(base, new)
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        _console().print(show_comparison(found))
+    return 0
+
+
+def _good(file: Path) -> "Receipt":
+    """The receipt, verified: figures of a crooked one are compared with nothing."""
+    from emberbox.measure.receipt import load
+    from emberbox.measure.verify import verify
+
+    problems = verify(file)
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise MeasureError(f"{file}: {len(problems)} problem(s):{lines}")
+    return load(file)
+
+
+def _console() -> Console:
+    return Console(highlight=False)

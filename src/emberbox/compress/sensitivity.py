@@ -1,0 +1,144 @@
+"""What each group of matrices costs at each rate, measured, and the rates that a budget affords.
+
+loss[group][rate]: mean KL(source || source with that group alone at that rate), nats. The losses of
+groups are taken to add up; at the sizes that matter they nearly do (docs/log.md). Knows no weights.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from emberbox.compress.bit_budget import Group
+from emberbox.errors import SettingsError
+from emberbox.formats.trellis import RATES
+from emberbox.model.parameters import Part
+
+SCHEMA = "emberbox.sensitivity.v1"
+HALVINGS = 100  # of the price of a byte: far below the difference of any two choices
+
+Losses = Mapping[Group, Mapping[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """text: the file that says so."""
+
+    losses: Losses
+    text: str
+
+
+def made_sensitivity(losses: Losses, about: Mapping[str, object]) -> Sensitivity:
+    """From what was measured; about: on what."""
+    groups = [
+        {
+            "part": group.part.value,
+            "layer": group.layer,
+            "kind": group.kind,
+            "loss": {f"{rate:g}": loss for rate, loss in sorted(found.items())},
+        }
+        for group, found in losses.items()
+    ]
+    whole = {"schema": SCHEMA, "about": dict(about), "groups": groups}
+    return Sensitivity(losses, json.dumps(whole, indent=1) + "\n")
+
+
+def losses_in(text: str) -> Losses:
+    """Of the file that `made_sensitivity` gave. Raises SettingsError that says what is wrong."""
+    try:
+        whole = json.loads(text)
+        if not isinstance(whole, dict) or whole.get("schema") != SCHEMA:
+            raise SettingsError(f"sensitivity: expected a file of the schema {SCHEMA}")
+        losses = dict(_groups(whole["groups"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise SettingsError(f"sensitivity: {type(error).__name__}: {error}") from error
+    if len(losses) < len(whole["groups"]):
+        raise SettingsError("sensitivity: a group stands twice")
+    return losses
+
+
+def _groups(entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Group, Mapping[float, float]]]:
+    for entry in entries:
+        group = Group(Part(entry["part"]), int(entry["layer"]), str(entry["kind"]))
+        yield group, dict(_rates(group, entry["loss"]))
+
+
+def _rates(group: Group, losses: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
+    for name, loss in losses.items():
+        rate = float(name)
+        if rate * 16 not in RATES:
+            raise ValueError(f"{_label(group)}: {name} bits, no rate of exl3")
+        if type(loss) not in (int, float) or not math.isfinite(loss):
+            raise ValueError(f"{_label(group)}: a loss of {loss!r} at {name} bits")
+        yield rate, float(loss)
+
+
+def _label(group: Group) -> str:
+    where = f"layer {group.layer} " if group.layer >= 0 else ""
+    return f"{where}{group.kind}"
+
+
+def choose_measured(
+    num_weights: Mapping[Group, int], losses: Losses, free_bytes: int, lowest: float
+) -> dict[Group, float]:
+    """The rate of each group: the least sum of losses whose bytes fit.
+
+    num_weights: elements of each; free_bytes: to spend beyond all groups at `lowest` bits. First at
+    the highest price of a byte for which all fits (every group takes the rate that it would buy),
+    then what is left goes, step by step, to whoever gains most for a byte. Raises SettingsError if
+    a group was not measured, or not even the smallest choice fits.
+    """
+    missing = [_label(group) for group in num_weights if group not in losses]
+    if missing:
+        raise SettingsError(
+            f"sensitivity: {len(missing)} groups were not measured, the first {missing[0]}",
+            hint="measure this checkpoint anew: name a file that does not exist yet",
+        )
+    offers = {
+        group: {r: loss for r, loss in sorted(losses[group].items()) if r >= lowest}
+        for group in sorted(num_weights, key=lambda group: group.priority)
+    }
+
+    def cost(group: Group, rate: float) -> int:
+        return int(num_weights[group] * (rate - lowest)) // 8
+
+    def bought(price: float) -> dict[Group, float]:
+        return {
+            group: min(offer, key=lambda rate: (offer[rate] + price * cost(group, rate), rate))
+            for group, offer in offers.items()
+        }
+
+    def spent(bits: Mapping[Group, float]) -> int:
+        return sum(cost(group, rate) for group, rate in bits.items())
+
+    if not all(offers.values()) or spent({g: min(offer) for g, offer in offers.items()}) > (
+        free_bytes
+    ):
+        raise SettingsError(
+            "budget_bytes: out of reach even at the lowest bits that were measured",
+            hint="raise budget_bytes, or give other parts fewer bits",
+        )
+    low, high = 1e-30, 1e30
+    for _ in range(HALVINGS * 2):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if spent(bought(middle)) <= free_bytes else (middle, high)
+    bits = bought(high)
+    left = free_bytes - spent(bits)
+    while steps := list(_steps(bits, offers, cost, left)):
+        _, group, rate = max(steps, key=lambda step: step[0])
+        left -= cost(group, rate) - cost(group, bits[group])
+        bits[group] = rate
+    return bits
+
+
+def _steps(
+    bits: Mapping[Group, float], offers: Losses, cost: Callable[[Group, float], int], left: int
+) -> Iterator[tuple[float, Group, float]]:
+    """(gain for a byte, group, rate) of every raise that fits and helps."""
+    for group, offer in offers.items():
+        now = bits[group]
+        for rate, loss in offer.items():
+            more = cost(group, rate) - cost(group, now) if rate > now else 0
+            if 0 < more <= left and loss < offer[now]:
+                yield (offer[now] - loss) / more, group, rate

@@ -1,0 +1,180 @@
+"""tools/table.py: the page of a folder of receipts, from receipts and nothing else."""
+
+import sys
+
+import pytest
+
+from emberbox.errors import MeasureError
+from emberbox.measure.compare import compare
+from emberbox.measure.show import comparison_cells, figure_text
+from emberbox.measure.summary import headlines
+from tests.helpers.receipts import artifact_facts, edit, small_panel, write_receipt
+from tools import table
+
+PANEL = small_panel(windows=11)
+PLAN = """
+natural = ["prose"]
+
+[[pair]]
+base = "plain"
+new = "ours"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three receipts of one panel, the largest first by name, and one in the other lane."""
+    found = tmp_path / "receipts"
+    for name, noise, num_bytes in (
+        ("alpha", 0.1, 16_000),
+        ("plain", 0.5, 8000),
+        ("ours", 0.4, 8004),
+    ):
+        facts = artifact_facts(name, num_bytes)
+        facts["about"] = {"command": f"emberbox compress big {name}"} if name == "ours" else {}
+        write_receipt(
+            found / f"{name}.json",
+            noise,
+            len(name),
+            PANEL,
+            candidate=facts,
+            command=f"emberbox measure fidelity big {name}",
+        )
+    write_receipt(found / "engine.json", 0.5, 3, PANEL, lane="served")
+    (found / "table.toml").write_text(PLAN)
+    return found
+
+
+def rows(page):
+    """Cells of the lines of all tables that begin with a link to a receipt."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| [")
+    ]
+
+
+def run(monkeypatch, folder, *flags):
+    monkeypatch.setattr(sys, "argv", ["table.py", "--folder", str(folder), *flags])
+    return table.main()
+
+
+def test_rows_are_by_size_and_lanes_apart(folder):
+    page = table.draw(folder)
+    names = [row[0] for row in rows(page)]
+    assert names == [
+        "[plain](plain.json)",
+        "[ours](ours.json)",
+        "[alpha](alpha.json)",
+        "[engine](engine.json)",
+    ]
+    titles = [line for line in page.splitlines() if line.startswith("## ")]
+    assert titles == ["## Panel small, lane weights", "## Panel small, lane served", "## Pairs"]
+    assert page.index("alpha.json") < page.index("lane served") < page.index("engine.json")
+
+
+def test_a_row_says_what_the_receipt_says(folder):
+    receipt = table.read_receipts(folder)["ours"]
+    row = rows(table.draw(folder))[1]
+    results, record = receipt["results"], receipt.read_record()
+    prose = [record[name] for name, domain in receipt.windows if domain == "prose"]
+    assert len(prose) == 6
+    assert row == [
+        "[ours](ours.json)",
+        "8,004",
+        "2.561",
+        figure_text(results["kl"]),
+        figure_text(results["reverse_kl"]),
+        figure_text(results["top1"], is_share=True),
+        figure_text(results["top5"], is_share=True),
+        figure_text(results["candidate_perplexity"]),
+        figure_text(headlines(prose)["kl"]),
+    ]
+    (domain,) = (each for each in results["domains"] if each["domain"] == "prose")
+    assert row[-1] == figure_text(domain["kl"])
+
+
+def test_each_row_has_the_commands_that_make_it(folder):
+    page = table.draw(folder)
+    assert (
+        "ours:\n\n```sh\nemberbox compress big ours\nemberbox measure fidelity big ours\n```"
+        in page
+    )
+    assert "plain:\n\n```sh\nemberbox measure fidelity big plain\n```" in page
+
+
+def test_pairs_are_compared_over_all_and_over_natural_text(folder):
+    receipts = table.read_receipts(folder)
+    found = compare(receipts["plain"], receipts["ours"], {"natural text": ("prose",)})
+    lines = [line for line in table.draw(folder).splitlines() if "ours against plain" in line]
+    for line, group, paired in zip(
+        lines, ("all", "natural text"), (found.all, found.groups["natural text"]), strict=True
+    ):
+        cells = ["ours against plain", "small, weights", "+0.050 %", group]
+        assert line == "| " + " | ".join([*cells, *comparison_cells(paired)]) + " |"
+    assert "emberbox receipt compare plain.json ours.json" in table.draw(folder)
+
+
+def test_without_a_plan_there_are_neither_pairs_nor_natural_text(folder):
+    (folder / "table.toml").unlink()
+    page = table.draw(folder)
+    assert "## Pairs" not in page
+    assert "natural text" not in page
+    assert len(rows(page)[0]) == 8
+
+
+def test_check_fails_until_the_page_is_written(folder, monkeypatch, capsys):
+    assert run(monkeypatch, folder, "--check") == 1
+    assert "out of date" in capsys.readouterr().err
+    assert not (folder / "README.md").exists()
+    assert run(monkeypatch, folder) == 0
+    assert (folder / "README.md").read_text("utf-8") == table.draw(folder)
+    assert run(monkeypatch, folder, "--check") == 0
+
+
+@pytest.mark.parametrize("what", ["page", "receipt", "plan"])
+def test_check_notices_any_change(folder, monkeypatch, capsys, what):
+    run(monkeypatch, folder)
+    if what == "page":
+        page = (folder / "README.md").read_text("utf-8")
+        (folder / "README.md").write_text(page.replace("8,004", "8,000"), "utf-8")
+    elif what == "receipt":
+        write_receipt(folder / "plain.json", 0.51, 5, PANEL)
+    else:
+        (folder / "table.toml").write_text(PLAN.replace('["prose"]', '["code"]'))
+    capsys.readouterr()
+    assert run(monkeypatch, folder, "--check") == 1
+    said = capsys.readouterr()
+    assert "--- as it is" in said.out
+    assert "make table" in said.err
+
+
+def test_a_crooked_receipt_is_not_drawn(folder, monkeypatch, capsys):
+    edit(folder / "ours.json", lambda d: d["results"]["kl"].update(value=0.001))
+    assert run(monkeypatch, folder) == 1
+    assert "ours.json: results.kl.value is 0.001" in capsys.readouterr().err
+    assert not (folder / "README.md").exists()
+
+
+def test_no_receipts_are_a_failure(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, tmp_path, "--check") == 1
+    assert "holds no receipt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("natural = [", "not TOML"),
+        ('pairs = []\nnatural = ["prose"]', r"got \['pairs'\]"),
+        ("natural = [3]", "expected natural"),
+        ('natural = ["prose", "verse"]', "natural: no window is of verse"),
+        ('[[pair]]\nbase = "plain"', "each .*pair.* has a base and a new"),
+        ('[[pair]]\nbase = "plain"\nnew = "ours"\nold = "x"', "and nothing else"),
+        ('[[pair]]\nbase = "plain"\nnew = "theirs"', "there is no receipt 'theirs'"),
+        ('[[pair]]\nbase = "plain"\nnew = "engine"', "lane: weights in plain, served in engine"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(folder, plan, said):
+    (folder / "table.toml").write_text(plan)
+    with pytest.raises(MeasureError, match=said):
+        table.draw(folder)
