@@ -143,7 +143,7 @@ def moments_up_to(prepared, layer):
 
     source = Source(prepared.checkpoint, prepared.config)
     encoder = Watched(source, quick_search, torch.device("cpu"), 1 << 30)
-    walk = Walk(encoder, prepared.calibration.token_ids)
+    walk = Walk(encoder, prepared.calibration.token_ids, prepared.plan.recipe.shrink_tokens)
     walk.begin()
     for unit, items in prepared.plan.groups().items():
         if unit.startswith("layer-") and int(unit[6:]) <= layer:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberbox.compress.recipe import (
-    Budget,
     BITS,
+    Budget,
     Rule,
     Target,
     load_recipe,
@@ -161,7 +161,7 @@ def test_part_and_attention_narrow_a_rule():
             "rule 1 (line 1): 'bit' (line 4) is unknown; did you mean 'bits'?",
         ),
         ("[zebra]\nx = 1\n" + RULE + "bits = 2", "'zebra' (line 1) is unknown"),
-        (RULE, "rule 1 (line 1): exl3 without bits, and there is no budget"),
+        (RULE, "rule 1 (line 1): exl3 without bits, and there is no budget (--budget-bytes)"),
         (
             RULE + "bits = 2.25",
             "rule 1 (line 1): bits is 2.25, expected one of 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8",

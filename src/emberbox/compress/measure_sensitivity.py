@@ -30,7 +30,7 @@ from emberbox.compress.source import Source
 from emberbox.compress.trellis_steps import Search
 from emberbox.compress.walk import Walk
 from emberbox.device import Device
-from emberbox.errors import SettingsError
+from emberbox.errors import MemoryRefused, SettingsError
 from emberbox.formats.base import QuantTensor
 from emberbox.measure.lanes import Lane
 from emberbox.model.batch import Batch, Span
@@ -74,7 +74,7 @@ def measure_sensitivity(encoder: Encoder, plan: ConversionPlan, text: Calibratio
     Raises what Walk and Encoder raise, by name, and MemoryRefused if the network does not fit.
     """
     source, shrink = encoder.source, plan.recipe.shrink_tokens
-    _lane(encoder.device, text).require_memory(source.checkpoint.folder)
+    _require_memory(encoder, text)
     bank = _Bank(source, encoder.search, encoder.device, encoder.max_bytes, {})
     walk = Walk(bank, text.token_ids, shrink)
     walk.begin()
@@ -131,8 +131,19 @@ def rates_of(item: Item) -> tuple[float, ...]:
     return MEASURED_RATES if item.target.codebook == "mul1" else whole
 
 
-def _lane(device: torch.device, text: Calibration) -> Lane:
-    return Lane("weights", Device.detect(str(device)), 1, text.token_ids.shape[1])
+def _require_memory(encoder: Encoder, text: Calibration) -> None:
+    """Raises MemoryRefused if the decoded network, or the text before every layer, does not fit."""
+    config, device = encoder.source.config.text, Device.detect(str(encoder.device))
+    Lane("weights", device, 1, text.token_ids.shape[1]).require_memory(
+        encoder.source.checkpoint.folder
+    )
+    states = config.num_hidden_layers * config.hc_mult * config.hidden_size * 4
+    needed, free = text.token_ids.numel() * states, device.free_memory_bytes()
+    if needed > free:
+        raise MemoryRefused(
+            f"sensitivity: the text before every layer takes {needed:,} bytes, {free:,} are free",
+            hint="measure on fewer rows",
+        )
 
 
 class _Trial:
