@@ -100,6 +100,20 @@ def test_a_file_that_is_no_receipt_is_not_overwritten(world, capsys):
     assert out.read_text() == '{"mine": true}'
 
 
+@pytest.mark.parametrize("flag", ["--output", "--capture"])
+def test_an_empty_path_is_not_this_folder(world, capsys, flag):
+    argv, _ = world
+    assert main([*argv, flag, ""]) == 2
+    assert "the path is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", [".", "/"])
+def test_a_folder_is_not_the_name_of_a_receipt(world, capsys, output):
+    argv, _ = world
+    assert main([*argv, "-o", output]) == 1
+    assert "not the name of a receipt" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["measure"], ["measure", "speed"], ["measure", "fidelity", "a"]])
 def test_bad_usage(argv, capsys):
     assert main(argv) == 2

@@ -76,6 +76,11 @@ def test_verify_holds_a_receipt_to_the_panel_that_is_given(files, tmp_path, caps
     assert "panel.windows[10].token_sha256 is " in capsys.readouterr().out
 
 
+def test_an_empty_name_of_a_panel_is_no_panel(files, capsys):
+    assert call("verify", files[0].path, "--panel", "") == 1
+    assert "there is no panel ''" in capsys.readouterr().err
+
+
 def test_compare_prints_the_difference(files, capsys):
     plain, ours = files
     assert call("compare", plain.path, ours.path) == 0

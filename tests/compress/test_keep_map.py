@@ -1,5 +1,6 @@
 """Which experts stay: three ways to say it, and every way to say it wrongly."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -207,3 +208,19 @@ def test_a_token_must_find_as_many_experts_as_it_needs(text):
     assert list(keep_of([0, 1, 15]).problems(text, has_mtp=True)) == [
         "keep: 3 experts are kept in layer 1, a token needs 4"
     ]
+
+
+@pytest.mark.parametrize("text", ["3 = " + "[" * 5000, "3 = " + "9" * 5000], ids=["deep", "long"])
+def test_toml_that_the_parser_gives_up_on_is_refused(tmp_path, text):
+    (tmp_path / "kept.toml").write_text(text)
+    (said,) = refused({"file": "kept.toml"}, tmp_path)
+    assert said.startswith(f"keep.file: {tmp_path / 'kept.toml'}: ")
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.toml")
+    for name in ("zero.json", "pipe.toml"):
+        assert refused({"file": name}, tmp_path) == [f"keep.file: {tmp_path / name}: not a file"]
+    (said,) = refused({"file": "a\0.json"}, tmp_path)
+    assert said.endswith("embedded null byte")

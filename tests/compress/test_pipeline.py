@@ -295,6 +295,16 @@ def _child(folder, options, kill_after):
         time.sleep(0.005)
 
 
+def test_resuming_what_is_complete_compares_how_it_was_made(made):
+    folder, prepared, _, _ = made
+    before = contents(folder)
+    compress(replace(prepared, options=replace(OPTIONS, resume=True)), folder, quick_search)
+    other = prepare(NANO, parse_recipe(SOME, "some"), replace(OPTIONS, resume=True, seed=1))
+    with pytest.raises(CheckpointError, match="is complete, and was made by another recipe"):
+        compress(other, folder, quick_search)
+    assert contents(folder) == before
+
+
 def test_a_source_with_nan_is_refused_by_tensor(tmp_path):
     name = f"{LAYER}3.mlp.experts.4.down_proj.weight"
     source = tmp_path / "source"

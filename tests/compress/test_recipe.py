@@ -266,6 +266,20 @@ def test_all_mistakes_come_at_once():
     ]
 
 
+@pytest.mark.parametrize("key", ["shrink_tokens", "budget_bytes"])
+def test_a_text_for_a_number_is_refused_at_once(key):
+    text = f'expert_moments = "routed"\n{key} = "256"\n' + RULE
+    assert any(
+        line.startswith(f"{key} is '256', expected a whole number") for line in problems(text)
+    )
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "{a=" * 2000, "9" * 5000], ids=["[", "{", "9"])
+def test_toml_that_the_parser_gives_up_on_is_refused(value):
+    with pytest.raises(SettingsError, match="recipe mine: not TOML: "):
+        parse_recipe(f"layout = {value}", "mine")
+
+
 def test_text_that_is_not_toml_says_where():
     with pytest.raises(SettingsError, match=r"recipe mine: not TOML: .*line 2"):
         parse_recipe("a = 1\nb = = 2", "mine")

@@ -151,3 +151,44 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, tiny):
     del tiny[HEAD]
     with pytest.raises(LoadRefused, match=r"lm_head\.weight: missing"):
         artifact(write_folder(tmp_path / "a", tiny_config(), tiny))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "does not start with"),
+        ('{"a": 1e400}', "cannot be written again"),
+        ('{"a": "\\ud800"}', "cannot be written again"),
+        ('{"a": [[[[[[[1]]]]]]]}', "nested too deeply"),
+        (json.dumps({"a": "x" * 20_001}), "has 20001 characters"),
+        (json.dumps({"a": [0] * 10_001}), "has 10001 entries"),
+    ],
+)
+def test_facts_that_no_receipt_can_hold_are_refused_before_weights_are_read(
+    tmp_path, tiny, text, said
+):
+    folder, read = write_folder(tmp_path / "a", tiny_config(), tiny), []
+    (folder / "compression.json").write_text(text)
+    with pytest.raises(MeasureError, match=said):
+        artifact(folder, read.append)
+    assert read == []
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\udcff"])
+def test_a_folder_whose_name_no_receipt_can_hold(tmp_path, tiny, name):
+    with pytest.raises(MeasureError, match="a receipt cannot hold:\n  - its name"):
+        artifact(write_folder(tmp_path / name, tiny_config(), tiny))
+
+
+def test_a_file_whose_name_is_no_text(tmp_path, tiny):
+    folder = write_folder(tmp_path / "a", tiny_config(), tiny)
+    (folder / "a\udcff.txt").touch()
+    with pytest.raises(MeasureError, match="files holds an unpaired surrogate"):
+        artifact(folder)
+
+
+def test_facts_without_end_are_not_read(tmp_path, tiny):
+    folder = write_folder(tmp_path / "a", tiny_config(), tiny)
+    (folder / "compression.json").symlink_to("/dev/zero")
+    with pytest.raises(MeasureError, match=r"compression\.json: cannot be read: not a file"):
+        artifact(folder)

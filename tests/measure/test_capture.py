@@ -1,6 +1,7 @@
 """Captured states: computed once, found again by what they are of, never trusted when damaged."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -85,6 +86,10 @@ def rename(path):
     path.with_suffix(".json").write_bytes(made.path.with_suffix(".json").read_bytes())
 
 
+def note(text):
+    return lambda path: path.with_suffix(".json").write_text(text)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -92,9 +97,11 @@ def rename(path):
         (cut, "332 bytes long"),
         (forge, "holds other tensors"),
         (rename, "not what its note says"),
-        (lambda path: path.with_suffix(".json").unlink(), "No such file"),
+        (lambda path: path.with_suffix(".json").unlink(), "no such file"),
         (lambda path: path.with_suffix(".json").write_text("{"), "not JSON"),
         (lambda path: path.with_suffix(".json").write_text("{}"), "not what its note says"),
+        (note('{"torch": 1e400}'), "cannot be written again"),
+        (note('{"torch": "\\ud800"}'), "cannot be written again"),
     ],
 )
 def test_a_damaged_capture_is_computed_anew_and_said(tmp_path, caplog, damage, said):
@@ -108,6 +115,15 @@ def test_a_damaged_capture_is_computed_anew_and_said(tmp_path, caplog, damage, s
     assert (second.is_reused, compute.calls) == (False, 2)
     assert second.sha256 == first.sha256
     assert torch.equal(second.hidden("w0"), states()[0])
+    assert take(tmp_path, compute).is_reused
+
+
+def test_a_pipe_under_the_name_of_a_capture_is_not_read(tmp_path):
+    compute = Computer()
+    path = take(tmp_path, compute).path
+    path.unlink()
+    os.mkfifo(path)
+    assert not take(tmp_path, compute).is_reused
     assert take(tmp_path, compute).is_reused
 
 

@@ -1,6 +1,7 @@
 """Comparisons: paired by window, right by hand, and refused where receipts are unlike."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from emberbox.measure import compare as module
 from emberbox.measure.bootstrap import mean_intervals
 from emberbox.measure.compare import comparable_key, compare, sign_test, unlike
 from emberbox.measure.metrics import Positions
+from emberbox.measure.panel import Panel
 from emberbox.measure.receipt import load, save
 from tests.helpers.receipts import (
     artifact_facts,
@@ -240,6 +242,29 @@ def test_other_windows_are_another_panel(two, tmp_path):
     other = write_receipt(tmp_path / "c.json", panel=fewer)
     with pytest.raises(MeasureError, match="panel: "):
         compare(two[0], other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda windows: windows[::-1],
+        lambda windows: windows[:-1],
+        lambda windows: (replace(windows[0], id="other"), *windows[1:]),
+        lambda windows: (replace(windows[0], domain="other"), *windows[1:]),
+        lambda windows: (replace(windows[0], token_ids=(1, 2, 3)), *windows[1:]),
+    ],
+    ids=["order", "fewer", "id", "domain", "tokens"],
+)
+def test_other_windows_under_the_hash_of_one_panel_are_refused(pair, tmp_path, change):
+    forged = Panel(PANEL.name, tuple(change(PANEL.windows)), PANEL.sha256)
+    crooked = write_receipt(tmp_path / "crooked.json", panel=forged)
+    for base, new in ((pair[0], crooked), (crooked, pair[0])):
+        assert list(unlike(base, new)) == [
+            f"windows: {base.name} and {new.name} list different ones of one panel"
+        ]
+        with pytest.raises(MeasureError, match="list different ones"):
+            compare(base, new)
+    assert comparable_key(crooked) != comparable_key(pair[0])
 
 
 def test_the_candidate_is_free_to_differ(two):

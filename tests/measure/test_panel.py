@@ -3,6 +3,7 @@
 import hashlib
 import json
 import lzma
+import os
 
 import pytest
 
@@ -120,6 +121,9 @@ def wrong(key, value, number=1):
         (wrong("id", "w00"), "window 'w00': the id stands twice"),
         (wrong("document", ""), r"\('w01'\): document is '', expected a line of text"),
         (wrong("domain", "\x1b[1m"), r"\('w01'\): domain is "),
+        (wrong("domain", "x" * 201), r"\('w01'\): domain is .*at most 200 characters"),
+        (document(name="x" * 201), "name is .*at most 200 characters"),
+        (document(windows=[5] * 10_001), "10001 windows, at most 10000"),
         (wrong("token_ids", [5, 6]), "window 'w01': the same tokens as window 'w00'"),
         (wrong("token_ids", []), r"\('w01'\): 0 tokens; at least 2"),
         (wrong("token_ids", [5]), r"\('w01'\): 1 tokens; at least 2"),
@@ -144,6 +148,8 @@ def test_a_panel_that_is_not_one_is_refused(tmp_path, value, said):
         ("p.json", b'{"a": 1, "a": 2}', "'a' stands twice"),
         ("p.json.xz", b"{}", "not a panel: Input format not supported"),
         ("p.json.xz", lzma.compress(b'{"schema": 1}')[:-9], "not a panel: Compressed file ended"),
+        ("p.json", b'{"about": "\\ud800"}', "not a panel: cannot be written again"),
+        ("p.json", b'{"windows": [1e400]}', "not a panel: cannot be written again"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, name, raw, said):
@@ -152,8 +158,18 @@ def test_a_damaged_file_is_refused(tmp_path, name, raw, said):
         load_panel(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["p.json", "p.json.xz"])
+def test_what_has_no_end_is_not_read(tmp_path, name):
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / name).symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / name)
+    for path in (tmp_path / name, tmp_path / "zero" / name):
+        with pytest.raises(MeasureError, match="cannot be read: not a file"):
+            load_panel(path)
+
+
 def test_a_file_that_is_not_there_and_one_that_unpacks_without_end(tmp_path, monkeypatch):
-    with pytest.raises(MeasureError, match=r"none\.json: not a panel: .*No such file"):
+    with pytest.raises(MeasureError, match=r"none\.json: cannot be read: no such file"):
         load_panel(tmp_path / "none.json")
     monkeypatch.setattr(panels, "MAX_BYTES", 1000)
     with pytest.raises(MeasureError, match="more than 1000 bytes"):

@@ -7,9 +7,12 @@ import os
 import pytest
 
 from emberbox.errors import CheckpointError, LoadRefused, MeasureError
+from emberbox.measure import preflight
 from emberbox.measure.fidelity import FidelityOptions, measure_fidelity
-from emberbox.measure.preflight import check_output
+from emberbox.measure.preflight import check_command, check_output
+from emberbox.measure.verify import verify
 from emberbox.model.config import Glm5NextConfig
+from tests.helpers.receipts import write_receipt
 from tests.helpers.tiny import tiny_config, tiny_tensors, write_folder
 from tests.measure.tiny_pair import panel_document, tiny_panel, write_pair
 
@@ -119,15 +122,50 @@ def test_a_receipt_may_be_replaced_and_nothing_else(tmp_path):
         check_output(tmp_path / "folder.json", SCHEMA, beside=tmp_path / "folder.record.xz")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", ".json", "a b.json", ".a.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.txt", "a", ".json", "a b.json", ".a.json", "", "a" * 181 + ".json", "ä" * 91 + ".json"],
+)
 def test_a_name_that_no_receipt_may_have(tmp_path, name):
     with pytest.raises(MeasureError, match="not the name of a receipt"):
         check_output(tmp_path / name, SCHEMA, beside=tmp_path / "a.record.xz")
 
 
+def test_the_longest_name_that_can_be_checked_can_be_written(tmp_path):
+    path = tmp_path / ("ä" * 90 + ".json")
+    check_output(path, SCHEMA, beside=path.with_suffix(".record.xz"))
+    assert verify(write_receipt(path).path) == []
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    receipt(tmp_path / "a.json")
+    (tmp_path / "a.record.xz").mkdir()
+    for name in ("pipe", "zero", "a"):
+        beside = tmp_path / f"{name}.record.xz"
+        with pytest.raises(MeasureError, match="is there already, and is not a"):
+            check_output(tmp_path / f"{name}.json", SCHEMA, beside=beside)
+
+
+@pytest.mark.parametrize("word", ["a\x1b[2J", "a\nb", "a\udcff", "a" * 20_000])
+def test_a_command_that_no_receipt_can_hold(word):
+    check_command("emberbox measure fidelity ä b")
+    with pytest.raises(MeasureError, match="a receipt cannot hold this command: command "):
+        check_command(f"emberbox {word}")
+
+
+def test_more_positions_than_a_receipt_can_hold(pair, tmp_path, monkeypatch):
+    panel = tiny_panel(tmp_path)
+    monkeypatch.setattr(preflight, "MAX_POSITIONS", panel.num_positions - 1)
+    assert "panel tiny: 196 positions, at most 195" in refusal(pair, panel)
+
+
 def test_a_folder_that_cannot_take_it(tmp_path, monkeypatch):
     with pytest.raises(MeasureError, match="there is no folder"):
         check_output(tmp_path / "no" / "a.json", SCHEMA, beside=tmp_path / "a.record.xz")
+    with pytest.raises(MeasureError, match="there is no folder"):
+        check_output(tmp_path / ("a" * 300) / "a.json", SCHEMA, beside=tmp_path / "a.record.xz")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # tests may run as root
     with pytest.raises(MeasureError, match="cannot be written"):
         check_output(tmp_path / "a.json", SCHEMA, beside=tmp_path / "a.record.xz")

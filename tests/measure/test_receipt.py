@@ -96,6 +96,22 @@ def test_a_receipt_needs_its_suffix_and_a_folder_that_can_be_written(tmp_path):
         save(tmp_path / "file" / "a.json", measured(panel, windows), windows)
 
 
+def test_files_that_end_in_tmp_are_not_in_the_way(tmp_path):
+    (tmp_path / "a.json.tmp").write_text("precious")
+    (tmp_path / "a.record.xz.tmp").mkdir()
+    write_receipt(tmp_path / "a.json")
+    assert (tmp_path / "a.json.tmp").read_text() == "precious"
+    names = ["a.json", "a.json.tmp", "a.record.xz", "a.record.xz.tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_what_cannot_be_replaced_leaves_nothing_behind(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(EnvironmentProblem, match="cannot write"):
+        write_receipt(tmp_path / "a.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.record.xz"]
+
+
 def test_facts_of_the_wrong_form_are_not_written(tmp_path):
     panel = small_panel()
     windows = small_windows(panel, 0.5)
@@ -159,6 +175,13 @@ CHANGES = {
     ),
     "hidden record": (at("record", "file", put=".record.xz"), "record.file is"),
     "control characters": (at("candidate", "name", put="a\x1b[31m"), "candidate.name is"),
+    "control characters of a device": (
+        at("device", "name", put="a\x1b[31m"),
+        "device.name is 'a\\x1b[31m', expected a line",
+    ),
+    "control characters inside": (at("device", "links", put=["a\x1b[31m"]), "device.links[0] is"),
+    "lone surrogate in a name": (at("reference", "files", "\ud800", put="ab" * 32), "surrogate"),
+    "no spread": (at("results", "kl_spread", put=None), "results.kl_spread is None"),
     "turned text": (at("command", put="emberbox \u202e"), "command is"),
     "lone surrogate": (at("settings", "dtype", put="\ud800"), "unpaired surrogate"),
     "endless text": (at("settings", "dtype", put="x" * 20_001), "settings.dtype has 20001 char"),

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from emberbox.measure import panel as panel_module
-from emberbox.measure.panel import Panel, canonical_json, load_panel
+from emberbox.measure.documents import canonical_json
+from emberbox.measure.panel import Panel, load_panel
 from emberbox.measure.receipt import build_receipt, file_bytes, load, run_of
 from emberbox.measure.record import as_stored, write_record
-from emberbox.measure.verify import verify
+from emberbox.measure.verify import is_shipped, verify
 from tests.helpers.receipts import (
     artifact_facts,
     edit,
@@ -233,6 +234,19 @@ def test_another_panel_under_a_shipped_name_is_found(tmp_path, shipped):
     assert len(problems) == 1 + len(easier.windows)
 
 
+def test_the_hash_of_a_shipped_panel_under_another_name_is_found(tmp_path, shipped):
+    renamed = replace(shipped, name="sma\u200bll")
+    assert verify(write_receipt(tmp_path / "a.json", panel=renamed).path) == [
+        "panel.name is 'sma\\u200bll', its sha256 is that of 'small'"
+    ]
+    easier = Panel("mine", small_panel(seed=3).windows, shipped.sha256)
+    receipt = write_receipt(tmp_path / "b.json", panel=easier)
+    problems = verify(receipt.path)
+    assert problems[0] == "panel.name is 'mine', its sha256 is that of 'small'"
+    assert len(problems) == 1 + len(easier.windows)
+    assert is_shipped(receipt)
+
+
 def test_another_panel_with_the_hash_of_the_shipped_one_is_found(tmp_path, shipped):
     easier = Panel("small", small_panel("small", windows=6).windows, shipped.sha256)
     receipt = write_receipt(tmp_path / "a.json", panel=easier)
@@ -299,6 +313,12 @@ def test_bits_that_do_not_follow_are_found(path):
     edit(path, lambda d: d["candidate"]["storage"][1].update(bits=4.0))
     (problem,) = verify(path)
     assert problem == "candidate.storage: attention has 4.0 bits, computed 16.0000"
+
+
+def test_a_config_that_is_not_the_file_of_the_folder_is_found(path):
+    edit(path, lambda d: d["reference"]["files"].update({"config.json": "ab" * 32}))
+    (problem,) = verify(path)
+    assert problem.startswith("reference.config_sha256 is ")
 
 
 def test_a_made_up_second_run_is_found(path):

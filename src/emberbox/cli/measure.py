@@ -3,7 +3,6 @@
 import argparse
 import json
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -58,14 +57,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--panel", required=True, metavar="NAME_OR_FILE", help="nano-25, or a .json(.xz) file"
     )
     kind.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="OUT.json", help="the receipt"
+        "-o",
+        "--output",
+        type=checkpoint_folder,
+        required=True,
+        metavar="OUT.json",
+        help="the receipt",
     )
     kind.add_argument("--lane", default="weights", help="weights or served (weights)")
     kind.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     kind.add_argument("--runs", type=int, default=2, help="cold runs of the candidate (2)")
     kind.add_argument("--chunk", type=int, default=512, help="tokens of a step, if served (512)")
     kind.add_argument(
-        "--capture", type=Path, metavar="FOLDER", help="keep the reference's states here, for reuse"
+        "--capture",
+        type=checkpoint_folder,
+        metavar="FOLDER",
+        help="keep the reference's states here, for reuse",
     )
     kind.add_argument("--log-level", dest="level", choices=LOG_LEVELS, help="default: info")
     # The verb's own --json comes after these flags; without a default this one does not undo it.
@@ -79,14 +86,15 @@ def run(args: argparse.Namespace) -> int:
     from emberbox import logs
     from emberbox.measure.fidelity import measure_fidelity
     from emberbox.measure.panel import load_panel
-    from emberbox.measure.preflight import check_output
+    from emberbox.measure.preflight import check_command, check_output
     from emberbox.measure.receipt_schema import RECORD_SUFFIX, SCHEMA
     from emberbox.measure.show import show
 
     logs.set_up(settings_from(LogSettings, args).level)
     options, panel, output = _options(args), load_panel(args.panel), args.output
-    record = output.with_name(output.name.removesuffix(".json") + RECORD_SUFFIX)
+    record = output.parent / (output.name.removesuffix(".json") + RECORD_SUFFIX)
     check_output(output, SCHEMA, beside=record)
+    check_command(_command(args))
     console = Console(highlight=False, quiet=args.json)
     with _Bar(console) as bar:
         found = measure_fidelity(args.reference, args.candidate, panel, options, bar.moved)

@@ -63,7 +63,7 @@ def _verify(files: list[Path], panel_name: str | None, *, as_json: bool) -> int:
     from emberbox.measure.panel import load_panel
     from emberbox.measure.verify import verify
 
-    panel = load_panel(panel_name) if panel_name else None
+    panel = None if panel_name is None else load_panel(panel_name)
     found = {file: verify(file, panel) for file in files}
     if as_json:
         print(json.dumps({str(file): problems for file, problems in found.items()}))

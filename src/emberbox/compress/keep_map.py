@@ -16,6 +16,7 @@ result they are counted anew.
 """
 
 import json
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ def read_keep_map(
     try:
         text = _read(path)
         data = tomllib.loads(text) if path.suffix == ".toml" else parse_object(text.encode())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, JsonProblem) as error:
+    except (OSError, ValueError, RecursionError, JsonProblem) as error:
         problems.append(f"keep.file: {path}: {error}")
         return None
     layers = _layers(data, f"keep.file: {path}", problems)
@@ -149,7 +150,10 @@ def _heaviest(table: Mapping[str, object], problems: list[str]) -> Heaviest | No
 
 
 def _read(path: Path) -> str:
-    if path.stat().st_size > MAX_FILE_BYTES:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe would never end, nor would a device
+        raise OSError("not a file")
+    if found.st_size > MAX_FILE_BYTES:
         raise OSError(f"larger than {MAX_FILE_BYTES} bytes")
     return path.read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ ends in the same bytes. The engine and the command line are not known here.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -17,17 +17,18 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from emberbox import __version__
+from emberbox.compress.beside import REPORT_NAME, config_of, files_of, report_of, require_same
 from emberbox.compress.calibration import Calibration, load_calibration
 from emberbox.compress.conversion_items import Item
 from emberbox.compress.conversion_plan import ConversionPlan, plan_conversion
 from emberbox.compress.describe import card_of
 from emberbox.compress.encode import Encoded, Encoder
 from emberbox.compress.journal import JOURNAL_NAME, Job
-from emberbox.compress.keep_map import Heaviest, KeepMap
+from emberbox.compress.keep_map import Heaviest
 from emberbox.compress.moments import unknown
 from emberbox.compress.output import Output
 from emberbox.compress.quantize_exl3 import group_bytes
-from emberbox.compress.recipe import SENSITIVITY_NAME, Recipe
+from emberbox.compress.recipe import Recipe
 from emberbox.compress.routing_mass import RoutingMass, routing_mass
 from emberbox.compress.source import Source
 from emberbox.compress.trellis_steps import Search
@@ -42,17 +43,7 @@ from emberbox.store.checksums import SUMS_NAME, verify_checksums
 
 log = logging.getLogger(__name__)
 
-COPIED = (
-    "chat_template.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "video_preprocessor_config.json",
-)
 LAYER = "layer-"
-REPORT_NAME = "compression.json"
 REACHED = (LAYER, "head", "mtp")  # units that the calibration text passes
 MIN_COLS = 2  # the MTP layer needs a next token
 
@@ -103,16 +94,23 @@ class Prepared:
     mass: RoutingMass | None = None
 
     @property
+    def how(self) -> str:
+        """Digest of all that decides the result, the weights of the source aside."""
+        options = self.options
+        text = self.calibration.sha256 if self.calibration else ""
+        chosen = (options.rows, options.cols, options.seed, options.group_bytes)
+        kind = options.device.partition(":")[0]  # sums differ in their last bits
+        whole = f"{self.plan.digest} {text} {chosen} {kind} {__version__}"
+        return hashlib.sha256(whole.encode()).hexdigest()
+
+    @property
     def job(self) -> Job:
         """What the output folder is told."""
         options = self.options
         units = self.plan.groups()
         text = self.calibration.sha256 if self.calibration else ""
-        digest = hashlib.sha256(self.plan.digest.encode())
-        digest.update(_identity(self.checkpoint).encode())
+        digest = hashlib.sha256(f"{self.how} {_identity(self.checkpoint)}".encode())
         chosen = (options.rows, options.cols, options.seed, options.group_bytes)
-        digest.update(repr((text, chosen, __version__)).encode())
-        digest.update(options.device.partition(":")[0].encode())  # sums differ in their last bits
         return Job(
             plan_digest=digest.hexdigest(),
             unit_bytes={name: sum(i.num_bytes for i in items) for name, items in units.items()},
@@ -211,6 +209,7 @@ def compress(
     """Write the result to `folder`. Raises what Output and Encoder raise, by unit or tensor."""
     options = prepared.options
     if options.resume and (folder / SUMS_NAME).exists() and not (folder / JOURNAL_NAME).exists():
+        require_same(prepared, folder)
         log.warning("%s is complete already: %d files fit", folder, verify_checksums(folder))
         return
     _require_memory(prepared)
@@ -228,8 +227,8 @@ def compress(
             for unit in job.unit_bytes
             for name, report in output.note(unit).get("reports", {}).items()
         }
-        files = _files(prepared) | {REPORT_NAME: _report(prepared, reports)}
-        output.finish(_config(prepared), files, card_of(prepared, folder.name, reports))
+        files = files_of(prepared) | {REPORT_NAME: report_of(prepared, reports)}
+        output.finish(config_of(prepared), files, card_of(prepared, folder.name, reports))
 
 
 def _require_memory(prepared: Prepared) -> None:
@@ -342,63 +341,3 @@ def _identity(checkpoint: Checkpoint) -> str:
         found = path.stat()
         digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def _config(prepared: Prepared) -> dict[str, object]:
-    found = prepared.calibration
-    rows = None
-    if found is not None:
-        rows = {"rows": found.token_ids.shape[0], "cols": found.token_ids.shape[1]}
-    return prepared.plan.config_json(prepared.checkpoint.config, rows)
-
-
-def _report(prepared: Prepared, reports: Mapping[str, object]) -> bytes:
-    """compression.json: how each matrix came out, and what is needed to do it again."""
-    options, mass = prepared.options, prepared.mass
-
-    def about(text: Calibration) -> dict[str, object]:
-        chosen = {"rows": options.rows, "cols": options.cols, "seed": options.seed}
-        return {"source": text.source, "sha256": text.sha256, **chosen}
-
-    found = prepared.calibration
-    whole: dict[str, object] = {
-        "command": _command(prepared),
-        "calibration": found and about(found),
-        "matrices": reports,
-    }
-    if mass is not None:
-        whole["routing_mass"] = {"text": about(mass.text), "layers": mass.layers}
-    return (json.dumps(whole, indent=1) + "\n").encode()
-
-
-def _command(prepared: Prepared) -> str:
-    """That makes this result again, for whoever has the source and the recipe."""
-    recipe, options = prepared.plan.recipe, prepared.options
-    name = recipe.name if not Path(recipe.name).is_absolute() else Path(recipe.name).name
-    words = [f"emberbox compress SRC DST --recipe {name}"]
-    if recipe.budget is not None:
-        words.append(f"--budget-bytes {recipe.budget.num_bytes}")
-        words += [f"--sensitivity {SENSITIVITY_NAME}"] * (recipe.budget.sensitivity is not None)
-    if prepared.calibration is not None:
-        words.append(f"--rows {options.rows} --cols {options.cols} --seed {options.seed}")
-        words.append(f"--device {options.device.partition(':')[0]}")
-        words += ["--text TEXT"] * (options.text is not None)
-    return " ".join(words)
-
-
-def _files(prepared: Prepared) -> dict[str, bytes | Path]:
-    """What lies beside the weights."""
-    folder, recipe = prepared.checkpoint.folder, prepared.plan.recipe
-    files: dict[str, bytes | Path] = {
-        name: folder / name for name in COPIED if (folder / name).is_file()
-    }
-    files["recipe.toml"] = recipe.text.encode()
-    if recipe.sensitivity is not None:
-        files[SENSITIVITY_NAME] = recipe.sensitivity.encode()
-    if isinstance(recipe.keep, KeepMap) and recipe.keep.file and recipe.keep.text:
-        files[Path(recipe.keep.file).name] = recipe.keep.text.encode()
-    quantization = _config(prepared).get("quantization_config")
-    if isinstance(quantization, dict):
-        whole = quantization | {"tensor_storage": prepared.plan.tensor_storage()}
-        files["quantization_config.json"] = (json.dumps(whole, indent=1) + "\n").encode()
-    return files

@@ -197,7 +197,7 @@ def parse_recipe(
         text, measured = budget.added_to(text), budget.sensitivity
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than are read
         raise SettingsError(f"recipe {name}: not TOML: {error}") from error
     reader = _Reader(text)
     reader.unknown(data, TOP_KEYS, "", 0)
@@ -329,7 +329,9 @@ class _Reader:
         kinds = (int, float) if allowed is BITS else (type(allowed[0]),)
         if found is None or (type(found) in kinds and found in allowed):
             return cast("_Value | None", found)
-        near = _meant(found, allowed) if isinstance(found, str) else ""
+        # A range holds no words, and up to 2**50 numbers to look through.
+        is_word = isinstance(found, str) and not isinstance(allowed, range)
+        near = _meant(str(found), allowed) if is_word else ""
         self.problems.append(f"{at}{key} is {found!r}, expected {_listed(allowed)}{near}")
         return None
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emberbox.compress.beside import REPORT_NAME
 from emberbox.compress.conversion_items import Item
 from emberbox.compress.encode import Encoded, Encoder
 from emberbox.compress.hessian import Hessian
 from emberbox.compress.keep_map import KEPT_NAME, Heaviest, read_keep_map
-from emberbox.compress.pipeline import LAYER, REPORT_NAME, CompressOptions, Prepared, prepare
+from emberbox.compress.pipeline import LAYER, CompressOptions, Prepared, prepare
 from emberbox.compress.recipe import parse_recipe
 from emberbox.compress.source import Source
 from emberbox.compress.trellis_steps import Search

@@ -6,9 +6,9 @@ groups are taken to add up; at the sizes that matter they nearly do (docs/log.md
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from emberbox.compress.bit_budget import Group
 from emberbox.errors import SettingsError
@@ -16,9 +16,10 @@ from emberbox.formats.trellis import RATES
 from emberbox.model.parameters import Part
 
 SCHEMA = "emberbox.sensitivity.v1"
-HALVINGS = 100  # of the price of a byte: far below the difference of any two choices
+HALVINGS = 100  # of the logarithm of a price: far below the difference of any two choices
 
-Losses = Mapping[Group, Mapping[float, float]]
+Losses: TypeAlias = Mapping[Group, Mapping[float, float]]
+Costs: TypeAlias = Mapping[Group, Mapping[float, int]]  # bytes beyond the lowest bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,46 +100,48 @@ def choose_measured(
         group: {r: loss for r, loss in sorted(losses[group].items()) if r >= lowest}
         for group in sorted(num_weights, key=lambda group: group.priority)
     }
-
-    def cost(group: Group, rate: float) -> int:
-        return int(num_weights[group] * (rate - lowest)) // 8
-
-    def bought(price: float) -> dict[Group, float]:
-        return {
-            group: min(offer, key=lambda rate: (offer[rate] + price * cost(group, rate), rate))
-            for group, offer in offers.items()
-        }
-
-    def spent(bits: Mapping[Group, float]) -> int:
-        return sum(cost(group, rate) for group, rate in bits.items())
-
-    if not all(offers.values()) or spent({g: min(offer) for g, offer in offers.items()}) > (
-        free_bytes
-    ):
+    costs = {
+        group: {rate: int(num_weights[group] * (rate - lowest)) // 8 for rate in offer}
+        for group, offer in offers.items()
+    }
+    if not all(offers.values()) or sum(min(cost.values()) for cost in costs.values()) > free_bytes:
         raise SettingsError(
             "budget_bytes: out of reach even at the lowest bits that were measured",
             hint="raise budget_bytes, or give other parts fewer bits",
         )
-    low, high = 1e-30, 1e30
-    for _ in range(HALVINGS * 2):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if spent(bought(middle)) <= free_bytes else (middle, high)
-    bits = bought(high)
-    left = free_bytes - spent(bits)
-    while steps := list(_steps(bits, offers, cost, left)):
+    bits = _at_one_price(offers, costs, free_bytes)
+    left = free_bytes - sum(costs[group][rate] for group, rate in bits.items())
+    while steps := list(_steps(bits, offers, costs, left)):
         _, group, rate = max(steps, key=lambda step: step[0])
-        left -= cost(group, rate) - cost(group, bits[group])
+        left -= costs[group][rate] - costs[group][bits[group]]
         bits[group] = rate
     return bits
 
 
+def _at_one_price(offers: Losses, costs: Costs, free_bytes: int) -> dict[Group, float]:
+    """What all groups buy at the lowest price of a byte at which it fits."""
+
+    def bought(price: float) -> dict[Group, float]:
+        return {
+            group: min(offer, key=lambda rate: (offer[rate] + price * costs[group][rate], rate))
+            for group, offer in offers.items()
+        }
+
+    low, high = 1e-30, 1e30
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        spent = sum(costs[group][rate] for group, rate in bought(middle).items())
+        low, high = (low, middle) if spent <= free_bytes else (middle, high)
+    return bought(high)
+
+
 def _steps(
-    bits: Mapping[Group, float], offers: Losses, cost: Callable[[Group, float], int], left: int
+    bits: Mapping[Group, float], offers: Losses, costs: Costs, left: int
 ) -> Iterator[tuple[float, Group, float]]:
     """(gain for a byte, group, rate) of every raise that fits and helps."""
     for group, offer in offers.items():
         now = bits[group]
         for rate, loss in offer.items():
-            more = cost(group, rate) - cost(group, now) if rate > now else 0
+            more = costs[group][rate] - costs[group][now] if rate > now else 0
             if 0 < more <= left and loss < offer[now]:
                 yield (offer[now] - loss) / more, group, rate

@@ -4,22 +4,24 @@ its weights. Reads every byte once; knows no network and no panel.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
 from emberbox.errors import CheckpointError, MeasureError
-from emberbox.measure.panel import canonical_json
+from emberbox.measure.documents import canonical_json, parse_document, read_file
+from emberbox.measure.schema import Kind, facts, label, mapping, text
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.parameters import TEXT, Parameter, Part
 from emberbox.model.weights import Piece, assign
 from emberbox.store.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 from emberbox.store.checksums import READ_BYTES, OnBytes, digest_file
 from emberbox.store.safetensors_header import TensorInfo
-from emberbox.store.strict_json import JsonProblem, parse_object
+from emberbox.store.strict_json import JsonProblem
 
 COMPRESSION_NAME = "compression.json"
+MAX_ABOUT_BYTES = 256 << 20
 PER_MATRIX = "matrices"  # of compression.json: thousands of lines, which the file itself keeps
 
 _LAYER = re.compile(re.escape(TEXT) + r"layers\.\d+\.")
@@ -31,6 +33,7 @@ _IN_LAYER = (
 )
 _OUTSIDE = {"lm_head.weight": "head", f"{TEXT}embed_tokens.weight": "embedding"}
 _REST = "norms, routers and the rest"
+_MAX_LINES = 10
 
 
 def artifact(folder: Path, on_bytes: OnBytes = lambda _: None) -> dict[str, object]:
@@ -40,11 +43,13 @@ def artifact(folder: Path, on_bytes: OnBytes = lambda _: None) -> dict[str, obje
     name: equal for equal weights, however they are spread over files. storage has a row per place
     in the network, format and rate; its bytes sum up to num_bytes, and bits count the scales.
     files: every visible file. about: compression.json but for its report on each matrix.
-    Raises CheckpointError.
+    Raises CheckpointError, and before any weight is read MeasureError for names and facts that a
+    receipt cannot hold.
     """
     checkpoint = open_checkpoint(folder)
     config = Glm5NextConfig.from_dict(checkpoint.config, checkpoint.mtp_config)
-    rows = storage(config, checkpoint.tensors)
+    rows, about = storage(config, checkpoint.tensors), _about(folder)
+    _check_names(folder, about)
     try:
         files, tensors = _hash_all(checkpoint, on_bytes)
     except OSError as error:
@@ -61,7 +66,7 @@ def artifact(folder: Path, on_bytes: OnBytes = lambda _: None) -> dict[str, obje
         "storage": rows,
         "files": files,
         "config_sha256": files[CONFIG_NAME],
-        "about": _about(folder),
+        "about": about,
     }
 
 
@@ -121,7 +126,7 @@ def _hash_all(checkpoint: Checkpoint, on_bytes: OnBytes) -> tuple[dict[str, str]
     files: dict[str, str] = {}
     tensors: dict[str, str] = {}
     for path in sorted(_visible(checkpoint.folder)):
-        name = path.relative_to(checkpoint.folder).as_posix()
+        name = _name_in(checkpoint.folder, path)
         if path in by_file:
             files[name], found = _hash_shard(path, by_file[path], on_bytes)
             tensors |= found
@@ -170,7 +175,28 @@ def _about(folder: Path) -> dict[str, object]:
     if not path.exists():
         return {}
     try:
-        found = parse_object(path.read_bytes().strip())
-    except (JsonProblem, OSError) as error:
+        found = parse_document(read_file(path, MAX_ABOUT_BYTES))
+    except JsonProblem as error:
         raise MeasureError(f"{path}: not what `emberbox compress` writes: {error}") from error
     return {key: value for key, value in found.items() if key != PER_MATRIX}
+
+
+def _check_names(folder: Path, about: Mapping[str, object]) -> None:
+    """Raises MeasureError for what a receipt cannot hold: better now than after the measurement."""
+    names = {name: name for name in (_name_in(folder, path) for path in _visible(folder))}
+    checks: Iterable[tuple[Kind, object, str]] = (
+        (label, folder.resolve().name, "its name"),
+        (mapping(text), names, "files"),
+        (mapping(facts), about, COMPRESSION_NAME),
+    )
+    problems = [problem for kind, value, at in checks for problem in kind(value, at)]
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems[:_MAX_LINES])
+        raise MeasureError(
+            f"{folder}: {len(problems)} thing(s) that a receipt cannot hold:{lines}",
+            hint="rename the folder or these files, or move them elsewhere",
+        )
+
+
+def _name_in(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()

@@ -22,17 +22,18 @@ from torch import Tensor
 import emberbox
 from emberbox.errors import HeaderError, MeasureError
 from emberbox.formats.dtypes import DTYPE_TAGS
-from emberbox.measure.panel import canonical_json
+from emberbox.measure.documents import canonical_json, parse_document, read_file
 from emberbox.store.buffers import Buffer
 from emberbox.store.checksums import digest_file
 from emberbox.store.durable import disk_problems, flush_folder, remove, write_file
 from emberbox.store.safetensors_header import LENGTH_BYTES, read_header
-from emberbox.store.strict_json import JsonProblem, parse_object
+from emberbox.store.strict_json import JsonProblem
 
 log = logging.getLogger(__name__)
 
 SCHEMA = "emberbox.capture.v1"
 PREFIX = "window."
+MAX_NOTE_BYTES = 1 << 20
 # What computes hidden states, in the package's folder.
 CODE = ("formats", "model", "ops", "engine", "measure/lanes.py", "measure/capture.py")
 
@@ -97,13 +98,13 @@ def _reusable(
     path: Path, facts: Mapping[str, object], shapes: Shapes, dtype: torch.dtype
 ) -> str | None:
     """The hash of the capture at `path`; None if there is none, or a damaged one, which is told."""
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
-        note = parse_object(path.with_suffix(".json").read_bytes().strip())
+        note = parse_document(read_file(path.with_suffix(".json"), MAX_NOTE_BYTES))
         sha256 = digest_file(path).sha256
         header = {name: (i.dtype, i.shape) for name, i in read_header(path).items()}
-    except (OSError, JsonProblem, HeaderError) as error:
+    except (OSError, JsonProblem, HeaderError, MeasureError) as error:
         log.warning("capture %s: damaged, computed anew: %s", path, error)
         return None
     if canonical_json(note) != canonical_json({**facts, "sha256": sha256}):

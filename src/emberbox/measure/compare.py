@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from emberbox.errors import MeasureError
 from emberbox.measure.bootstrap import MIN_WINDOWS, Interval, mean_intervals
+from emberbox.measure.documents import canonical_json
 from emberbox.measure.metrics import Positions
 from emberbox.measure.receipt import Receipt
 
@@ -120,11 +121,15 @@ def unlike(base: Receipt, new: Receipt) -> Iterator[str]:
         one, other = (_at(receipt, place) for receipt in (base, new))
         if one != other:
             yield f"{meaning}: {one} in {base.name}, {other} in {new.name}"
+    panels = base["panel"], new["panel"]
+    if panels[0]["sha256"] == panels[1]["sha256"] and panels[0]["windows"] != panels[1]["windows"]:
+        yield f"windows: {base.name} and {new.name} list different ones of one panel"
 
 
 def comparable_key(receipt: Receipt) -> tuple[object, ...]:
     """Equal for two receipts that may be compared."""
-    return tuple(_at(receipt, place) for place, _ in ALIKE)
+    alike = (_at(receipt, place) for place, _ in ALIKE)
+    return *alike, canonical_json(receipt["panel"]["windows"])
 
 
 def sign_test(num_better: int, num_worse: int) -> float:

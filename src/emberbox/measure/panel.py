@@ -8,7 +8,7 @@ ids. tokenizer_sha256 is that of the tokenizer.json the ids are of. Knows no mod
 """
 
 import hashlib
-import json
+import io
 import lzma
 import re
 from collections.abc import Mapping
@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberbox.errors import MeasureError
-from emberbox.store.strict_json import JsonObject, JsonProblem, parse_object
+from emberbox.measure.documents import canonical_json, parse_document, read_file
+from emberbox.store.strict_json import JsonObject, JsonProblem
 
 SCHEMA = "emberbox.panel.v1"
 SHIPPED = Path(__file__).with_name("panels")
 SUFFIXES = (".json.xz", ".json")
 MAX_BYTES = 256 << 20  # unpacked; a million tokens take about 6 MB
+MAX_WINDOWS = 10_000
+MAX_LINE = 200
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TOP = {"schema": str, "name": str, "about": str, "tokenizer_sha256": str | None, "windows": list}
@@ -64,14 +67,6 @@ class Panel:
         return sum(window.num_positions for window in self.windows)
 
 
-def canonical_json(value: object) -> bytes:
-    """The one spelling of a JSON value that is hashed."""
-    text = json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
-    return text.encode()
-
-
 def load_panel(name_or_path: str | Path) -> Panel:
     """The panel that ships under a name ("nano-25"), or that of a .json or .json.xz file.
 
@@ -79,8 +74,8 @@ def load_panel(name_or_path: str | Path) -> Panel:
     """
     path = _find(str(name_or_path))
     try:
-        document = parse_object(_read(path).strip())
-    except (JsonProblem, OSError, lzma.LZMAError, EOFError) as error:
+        document = parse_document(_read(path))
+    except (JsonProblem, lzma.LZMAError, EOFError) as error:
         raise MeasureError(f"{path}: not a panel: {error}") from error
     problem = _problem(document, _TOP)
     if problem is None and document["schema"] != SCHEMA:
@@ -89,8 +84,8 @@ def load_panel(name_or_path: str | Path) -> Panel:
     if problem is None and digest is not None and not _DIGEST.fullmatch(str(digest)):
         problem = f"tokenizer_sha256 is {digest!r}, expected 64 hex digits or null"
     name = str(document.get("name", path.name.removesuffix(".xz").removesuffix(".json")))
-    if problem is None and not (name and name.isprintable()):
-        problem = f"name is {name!r}, expected a line of text"
+    if problem is None and not _is_line(name):
+        problem = _no_line("name", name)
     if problem is not None:
         raise MeasureError(f"{path}: {problem}")
     return Panel(
@@ -120,11 +115,23 @@ def _find(name: str) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
-        data: bytes = file.read(MAX_BYTES + 1)
+    data = read_file(path, MAX_BYTES)
+    if path.suffix != ".xz":
+        return data
+    with lzma.open(io.BytesIO(data)) as file:
+        data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise JsonProblem(f"more than {MAX_BYTES} bytes")
     return data
+
+
+def _is_line(text: str) -> bool:
+    """Whether a receipt can hold it and a terminal shows it as it is."""
+    return 0 < len(text) <= MAX_LINE and text.isprintable()
+
+
+def _no_line(key: str, text: str) -> str:
+    return f"{key} is {text[:80]!r}, expected a line of text of at most {MAX_LINE} characters"
 
 
 def _problem(entry: Mapping[str, object], kinds: Mapping[str, object]) -> str | None:
@@ -145,6 +152,8 @@ def _windows(path: Path, document: JsonObject) -> tuple[Window, ...]:
     assert isinstance(entries, list), "checked before"
     if not entries:
         raise MeasureError(f"{path}: windows is empty")
+    if len(entries) > MAX_WINDOWS:
+        raise MeasureError(f"{path}: {len(entries)} windows, at most {MAX_WINDOWS}")
     windows: dict[str, Window] = {}
     seen: dict[tuple[int, ...], str] = {}
     for number, entry in enumerate(entries):
@@ -162,11 +171,11 @@ def _window(where: str, entry: object) -> Window:
     if not isinstance(entry, dict):
         raise MeasureError(f"{where}: not an object")
     if isinstance(entry.get("id"), str):
-        where = f"{where} ({entry['id']!r})"
+        where = f"{where} ({entry['id'][:80]!r})"
     problem = _problem(entry, _WINDOW)
     for key in ("id", "document", "domain"):
-        if problem is None and not (entry[key] and entry[key].isprintable()):
-            problem = f"{key} is {entry[key]!r}, expected a line of text"
+        if problem is None and not _is_line(entry[key]):
+            problem = _no_line(key, entry[key])
     ids = entry.get("token_ids", ())
     if problem is None and not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         problem = "token_ids holds something that is not a token id"

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from emberbox.errors import MeasureError
+from emberbox.measure.documents import read_file
 from emberbox.measure.lanes import Lane
 from emberbox.measure.panel import Panel, Window
+from emberbox.measure.record import MAX_POSITIONS
+from emberbox.measure.schema import label
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.weights import assign
 from emberbox.store.checkpoint import open_checkpoint
@@ -18,6 +21,7 @@ from emberbox.store.strict_json import JsonProblem, parse_object
 
 TOKENIZER_NAME = "tokenizer.json"
 MAX_RECEIPT_BYTES = 64 << 20
+MAX_NAME_BYTES = 185  # a record's name, and one on the way, are longer by 40
 
 _NAME = re.compile(r"[\w+-][\w.+-]{0,180}\.json")
 
@@ -28,6 +32,10 @@ def check_artifacts(folders: Mapping[str, Path], panel: Panel, lane: Lane) -> Gl
     Raises MeasureError that says what does not fit: vocabularies, the panel's tokens, the length of
     a window, tokenizers. CheckpointError for a broken folder, MemoryRefused.
     """
+    if panel.num_positions > MAX_POSITIONS:
+        raise MeasureError(
+            f"panel {panel.name}: {panel.num_positions:,} positions, at most {MAX_POSITIONS:,}"
+        )
     configs = {name: _config(folder) for name, folder in folders.items()}
     reference, candidate = configs["reference"], configs["candidate"]
     sizes = reference.text.vocab_size, candidate.text.vocab_size
@@ -52,11 +60,12 @@ def check_output(path: Path, schema: str, *, beside: Path) -> None:
 
     What lies there is replaced only if it is a receipt of this schema. Raises MeasureError.
     """
-    if not _NAME.fullmatch(path.name):
+    if not _NAME.fullmatch(path.name) or len(os.fsencode(path.name)) > MAX_NAME_BYTES:
         raise MeasureError(
-            f"{path}: not the name of a receipt", hint="letters, digits, - and _, then .json"
+            f"{path}: not the name of a receipt",
+            hint=f"letters, digits, - and _, then .json; at most {MAX_NAME_BYTES} bytes",
         )
-    if not path.parent.is_dir():
+    if not _is_folder(path.parent):
         raise MeasureError(f"{path}: there is no folder {path.parent}", hint="make it first")
     if not os.access(path.parent, os.W_OK):
         raise MeasureError(f"{path}: the folder {path.parent} cannot be written")
@@ -64,9 +73,16 @@ def check_output(path: Path, schema: str, *, beside: Path) -> None:
         raise MeasureError(
             f"{path}: is there already, and is not a receipt of fidelity", hint="give another name"
         )
-    if beside.exists() and not path.exists():
+    if beside.exists() and not (path.exists() and beside.is_file()):
+        reason = "no receipt beside it" if beside.is_file() else "is not a file"
+        raise MeasureError(f"{beside}: is there already, and {reason}", hint="give another name")
+
+
+def check_command(command: str) -> None:
+    """See that a receipt can hold the line that measures again. Raises MeasureError."""
+    for problem in label(command, "command"):
         raise MeasureError(
-            f"{beside}: is there already, and no receipt beside it", hint="give another name"
+            f"a receipt cannot hold this command: {problem}", hint="give paths of plain text"
         )
 
 
@@ -114,11 +130,16 @@ def _check_tokenizer(folder: Path, panel: Panel) -> None:
         )
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long for the disk
+        return False
+
+
 def _schema(path: Path) -> object:
     """What the file says it is; None if it says nothing."""
     try:
-        if path.stat().st_size > MAX_RECEIPT_BYTES:
-            return None
-        return parse_object(path.read_bytes().strip()).get("schema")
-    except (OSError, JsonProblem):
+        return parse_object(read_file(path, MAX_RECEIPT_BYTES).strip()).get("schema")
+    except (MeasureError, JsonProblem):
         return None

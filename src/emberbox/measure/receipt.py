@@ -6,6 +6,7 @@ the form of a receipt; whether one is true is verify.py's question.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 from emberbox.errors import MeasureError
 from emberbox.measure.code_version import code_version
+from emberbox.measure.documents import canonical_json, read_file
 from emberbox.measure.metrics import METRIC_VERSION, Positions
-from emberbox.measure.panel import Panel, canonical_json
+from emberbox.measure.panel import Panel
 from emberbox.measure.receipt_schema import (
     ACCUMULATION,
     DIRECTION,
@@ -27,13 +29,12 @@ from emberbox.measure.record import (
     Windows,
     as_stored,
     pack_record,
-    read_file,
     read_record,
     record_digest,
 )
 from emberbox.measure.summary import headlines, summarise
 from emberbox.store.checksums import FileDigest
-from emberbox.store.durable import disk_problems, flush_folder, write_file
+from emberbox.store.durable import disk_problems, flush_folder, remove, write_file
 from emberbox.store.strict_json import JsonObject, JsonProblem, parse_object
 
 MAX_BYTES = 16 << 20  # 10,000 windows take about 6 MB
@@ -125,11 +126,19 @@ def save(path: Path, measured: Measured, windows: Windows) -> Receipt:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The receipt last: it is never there without its record.
         for target, content in ((record_path, packed), (path, file_bytes(document))):
-            unfinished = target.with_name(target.name + ".tmp")
-            write_file(unfinished, [content])
-            unfinished.replace(target)
+            _replace(target, content)
         flush_folder(path.parent)
     return Receipt(path, document)
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Whole or as it was; the name on the way is no other process's."""
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        write_file(partial, [content])
+        partial.replace(target)
+    finally:
+        remove(partial)
 
 
 def build_receipt(

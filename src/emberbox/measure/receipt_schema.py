@@ -1,6 +1,7 @@
 """The form of a fidelity receipt, key by key. What each key means is in docs/measure.md."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from emberbox.measure.record import MAX_POSITIONS
@@ -30,7 +31,8 @@ _DIGEST = matching(r"[0-9a-f]{64}", "64 hex digits")
 _SHARE = number(0, 1)
 _BOUNDS = maybe(listing(number(), 2, 2))
 _FIGURE = table({"value": maybe(number()), "interval": _BOUNDS})
-_SPREAD = maybe(table({key: number() for key in ("p50", "p95", "p99", "max", "cvar95")}))
+_SPREAD_OF_ALL = table({key: number() for key in ("p50", "p95", "p99", "max", "cvar95")})
+_SPREAD = maybe(_SPREAD_OF_ALL)  # null where no position of some windows is finite
 _COUNTS = {"positions": whole(1), "non_finite": whole(0)}
 
 _ARTIFACT = table(
@@ -79,7 +81,7 @@ _RESULTS = table(
         **_COUNTS,
         "bootstrap": table({"resamples": whole(1), "seed": whole(0), "level": _SHARE}),
         **dict.fromkeys(FIGURES, _FIGURE),
-        "kl_spread": _SPREAD,
+        "kl_spread": _SPREAD_OF_ALL,
         "domains": listing(
             table(
                 {
@@ -128,7 +130,7 @@ _RECEIPT = table(
         "accumulation": exactly(ACCUMULATION),
         "reference": _ARTIFACT,
         "candidate": _ARTIFACT,
-        "device": mapping(facts),
+        "device": mapping(partial(facts, of_text=label)),  # shown as it is
         "op_table": mapping(label),
         "settings": mapping(facts),
         "runs": table(

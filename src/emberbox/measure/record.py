@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emberbox.errors import MeasureError
+from emberbox.measure.documents import canonical_json, read_file
 from emberbox.measure.metrics import MIN_KL, TOP_K, Positions
-from emberbox.measure.panel import canonical_json
 from emberbox.store.checksums import FileDigest
 from emberbox.store.durable import disk_problems, write_file
 
@@ -91,21 +91,6 @@ def _encode(windows: Windows) -> bytes:
     flags = whole.top1 * _TOP1 + _FINITE + (whole.top5.astype(np.int64) << _TOP5_SHIFT)
     parts.append(np.where(whole.finite, flags, 0).astype(np.uint8).tobytes())
     return b"".join(parts)
-
-
-def read_file(path: Path, max_bytes: int) -> bytes:
-    """All of a file of at most `max_bytes`. Raises MeasureError for what is no file, or larger."""
-    try:
-        if not path.is_file():  # a pipe would never end, nor would a device
-            reason = "not a file" if path.exists() else "no such file"
-            raise MeasureError(f"{path}: cannot be read: {reason}")
-        with path.open("rb") as file:
-            found = file.read(max_bytes + 1)
-    except OSError as error:
-        raise MeasureError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(found) > max_bytes:
-        raise MeasureError(f"{path}: larger than the {max_bytes} bytes that it may have")
-    return found
 
 
 def _inflate(path: Path, num_bytes: int) -> bytes:

@@ -124,6 +124,7 @@ def mapping(kind: Kind) -> Kind:
             yield f"{at} has {len(value)} entries, at most {MAX_ENTRIES}"
         else:
             for key, each in value.items():
+                yield from text(key, f"a name in {at}")
                 yield from kind(each, _inside(at, key))
 
     return check
@@ -144,16 +145,20 @@ def listing(kind: Kind, low: int = 0, high: int = MAX_ENTRIES) -> Kind:
     return check
 
 
-def facts(value: object, at: str, depth: int = 0) -> Iterator[str]:
-    """Any JSON that can be written again: finite numbers, printable text, not too deep."""
+def facts(value: object, at: str, depth: int = 0, of_text: Kind | None = None) -> Iterator[str]:
+    """Any JSON that can be written again: finite numbers, texts (or `of_text`), not too deep."""
+
+    def inner(each: object, place: str) -> Iterator[str]:
+        yield from facts(each, place, depth + 1, of_text)
+
     if depth > _MAX_DEPTH:
         yield f"{at} is nested too deeply"
     elif isinstance(value, str):
-        yield from text(value, at)
+        yield from (of_text or text)(value, at)
     elif isinstance(value, dict):
-        yield from mapping(lambda each, place: facts(each, place, depth + 1))(value, at)
+        yield from mapping(inner)(value, at)
     elif isinstance(value, list):
-        yield from listing(lambda each, place: facts(each, place, depth + 1))(value, at)
+        yield from listing(inner)(value, at)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield from number()(value, at)
 

@@ -13,6 +13,7 @@ from emberbox.measure.metrics import METRIC_VERSION, Positions
 from emberbox.measure.panel import Panel, load_panel, shipped_panels
 from emberbox.measure.receipt import Receipt, file_bytes, load, panel_windows, run_of, seal_of
 from emberbox.measure.summary import summarise
+from emberbox.store.checkpoint import CONFIG_NAME
 from emberbox.store.checksums import digest_file
 
 # `exp` and the normal quantile come from the C library, whose last digit may differ elsewhere.
@@ -41,8 +42,17 @@ def verify(path: Path, panel: Panel | None = None) -> list[str]:
 
 
 def is_shipped(receipt: Receipt) -> bool:
-    """Whether the panel it names is one of the package's, which `verify` compares with."""
-    return receipt["panel"]["name"] in shipped_panels()
+    """Whether its panel is one of the package's by name or hash, which `verify` compares with."""
+    return _shipped(receipt) is not None
+
+
+def _shipped(receipt: Receipt) -> Panel | None:
+    """By name or, under another name, by hash."""
+    claimed, names = receipt["panel"], shipped_panels()
+    if claimed["name"] in names:
+        return load_panel(claimed["name"])
+    panels = (load_panel(name) for name in names)
+    return next((panel for panel in panels if panel.sha256 == claimed["sha256"]), None)
 
 
 def _seal(receipt: Receipt) -> Iterator[str]:
@@ -65,8 +75,10 @@ def _panel(receipt: Receipt, panel: Panel | None) -> Iterator[str]:
         twin = seen.setdefault(window["token_sha256"], window["id"])
         if twin != window["id"]:
             yield f"panel: windows {twin!r} and {window['id']!r} are the same tokens"
-    if panel is None and is_shipped(receipt):
-        panel = load_panel(found["name"])
+    shipped = _shipped(receipt)
+    if shipped is not None and found["name"] != shipped.name:
+        yield f"panel.name is {found['name']!r}, its sha256 is that of {shipped.name!r}"
+    panel = panel or shipped
     if panel is None:
         return
     if found["sha256"] != panel.sha256:
@@ -78,6 +90,8 @@ def _artifacts(receipt: Receipt) -> Iterator[str]:
     """What an artifact says of its size adds up."""
     for side in ("reference", "candidate"):
         artifact = receipt[side]
+        config = artifact["files"].get(CONFIG_NAME, artifact["config_sha256"])
+        yield from _differences(artifact["config_sha256"], config, f"{side}.config_sha256")
         total = sum(part["bytes"] for part in artifact["storage"])
         if total != artifact["num_bytes"]:
             yield f"{side}.num_bytes is {artifact['num_bytes']}, its storage adds up to {total}"

@@ -1,0 +1,43 @@
+"""Files that nobody vouches for, read whole and bounded; JSON in the one spelling that is hashed.
+
+Knows neither panels nor receipts.
+"""
+
+import json
+from pathlib import Path
+
+from emberbox.errors import MeasureError
+from emberbox.store.strict_json import JsonObject, JsonProblem, parse_object
+
+
+def canonical_json(value: object) -> bytes:
+    """The one spelling of a JSON value that is hashed."""
+    text = json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return text.encode()
+
+
+def parse_document(raw: bytes) -> JsonObject:
+    """The object in `raw`, which `canonical_json` can spell. Raises JsonProblem."""
+    found = parse_object(raw.strip())
+    try:
+        canonical_json(found)
+    except (ValueError, RecursionError) as error:  # 1e400, or a text that is no Unicode
+        raise JsonProblem(f"cannot be written again: {error}") from None
+    return found
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """All of a file of at most `max_bytes`. Raises MeasureError for what is no file, or larger."""
+    try:
+        if not path.is_file():  # a pipe would never end, nor would a device
+            reason = "not a file" if path.exists() else "no such file"
+            raise MeasureError(f"{path}: cannot be read: {reason}")
+        with path.open("rb") as file:
+            found = file.read(max_bytes + 1)
+    except OSError as error:
+        raise MeasureError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(found) > max_bytes:
+        raise MeasureError(f"{path}: larger than the {max_bytes} bytes that it may have")
+    return found
