@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,16 +58,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def command_line() -> str:
-    """Every verb with its arguments and its example."""
+    """Every verb, and what a verb divides into, with its arguments and its example."""
     from emberbox.cli.main import build_parser
 
     parser = build_parser()
-    verbs = {
-        name: verb
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-        for name, verb in action.choices.items()
-    }
+    verbs = dict(_verbs(parser))
     parts = [parser.description or "", parser.epilog or ""]
     for name, verb in verbs.items():
         parts += [f"## emberbox {name}", verb.description or "", _arguments(verb)]
@@ -76,10 +71,18 @@ def command_line() -> str:
     return page("Command line", check, *parts)
 
 
+def _verbs(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, verb in action.choices.items():
+                yield name, verb
+                yield from ((f"{name} {kind}", inner) for kind, inner in _verbs(verb))
+
+
 def _arguments(parser: argparse.ArgumentParser) -> str:
     rows = []
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
         names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
         value = ""

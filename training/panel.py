@@ -1,8 +1,9 @@
-"""Rewrite panel `nano-25`:  python -m training.panel
+"""Rewrite the panels `nano-25` and `nano-short`:  python -m training.panel
 
 25 windows of 1,024 tokens: natural text of held-out packages, sentences in many scripts, and
 conversations of every skill that needs no picture, in the form that training packs and the product
-serves. Frozen by hash: a window that changes makes another panel, with another name.
+serves. Frozen by hash: a window that changes makes another panel, with another name. `nano-short`
+is the beginning of six of the windows, for demonstrations.
 """
 
 import argparse
@@ -12,10 +13,11 @@ import logging
 import lzma
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -33,16 +35,25 @@ SCHEMA = "emberbox.panel.v1"
 PANELS = Path(__file__).resolve().parents[1] / "src" / "emberbox" / "measure" / "panels"
 FILE, LICENCES = PANELS / f"{NAME}.json.xz", PANELS / "LICENCES.md"
 WINDOW_TOKENS = 1024
+SHORT_NAME = "nano-short"
+SHORT_FILE = PANELS / f"{SHORT_NAME}.json.xz"
+# Conversations that hold whole turns in so few tokens: not tools, nor retrieval.
+SHORT = ("flask/docs/design.rst", "httpx/httpx/_models.py", "counting", "sums", "lists", "memory")
+SHORT_TOKENS = 256
 ABOUT = (
     "25 windows of 1,024 tokens for ember-nano, every position scored. prose and code: held-out "
     "packages, nothing of it in the training text; languages: sentences in many scripts, written "
     "for this panel; chat, tools and retrieval: the skills of ember-nano, of the purpose `panel`, "
     "which shares no seed with training, evaluation, calibration or tuning. Text alone, no picture."
 )
+SHORT_ABOUT = (
+    "The first 256 tokens of six windows of nano-25, under their ids: two of natural text, four "
+    "conversations. For demonstrations: its figures are not those of nano-25, and say less."
+)
 OURS = "Apache-2.0"
 LICENCES_HEAD = (
-    "# Licences of the panels\n\nThe windows `prose` and `code` of `nano-25` hold excerpts of the "
-    "packages below as token ids. Their licences\nfollow.\n\n"
+    "# Licences of the panels\n\nThe windows `prose` and `code` of `nano-25` and `nano-short` hold "
+    "excerpts of the packages below as\ntoken ids. Their licences follow.\n\n"
 )
 HELD_OUT = 0.4  # of the requests: wordings that training never says
 SYSTEM_SHARE = 0.25  # as training.data.maker
@@ -212,6 +223,16 @@ def panel(tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
+def short(document: Mapping[str, Any]) -> dict[str, object]:
+    """`nano-short`, cut from the document of `nano-25`."""
+    windows = [
+        {**window, "token_ids": window["token_ids"][:SHORT_TOKENS]}
+        for window in document["windows"]
+        if window["document"] in SHORT
+    ]
+    return {**document, "name": SHORT_NAME, "about": SHORT_ABOUT, "windows": windows}
+
+
 def canonical(document: dict[str, object]) -> bytes:
     """The bytes that a panel's hash is of."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
@@ -228,12 +249,14 @@ def licences() -> str:
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    content = canonical(panel(Tokenizer.from_file(str(TOKENIZER))))
+    whole = panel(Tokenizer.from_file(str(TOKENIZER)))
     PANELS.mkdir(exist_ok=True)
-    FILE.write_bytes(lzma.compress(content, preset=9))
     LICENCES.write_text(licences(), encoding="utf-8")
-    digest = hashlib.sha256(content).hexdigest()
-    log.info("%s: %d bytes, sha256 %s", FILE.name, FILE.stat().st_size, digest)
+    for file, document in ((FILE, whole), (SHORT_FILE, short(whole))):
+        content = canonical(document)
+        file.write_bytes(lzma.compress(content, preset=9))
+        digest = hashlib.sha256(content).hexdigest()
+        log.info("%s: %d bytes, sha256 %s", file.name, file.stat().st_size, digest)
 
 
 if __name__ == "__main__":

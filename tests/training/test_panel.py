@@ -1,4 +1,5 @@
-"""Panel `nano-25`: frozen, made again from the repository, by its rules, and new to everybody."""
+"""Panel `nano-25`: frozen, made again from the repository, by its rules, and new to everybody; and
+its cut `nano-short`."""
 
 import hashlib
 import json
@@ -43,6 +44,7 @@ TALKS = [w["document"] for w in WINDOWS if w["domain"] not in PLAIN]
 
 # Frozen: a change makes another panel, whose figures are no longer comparable. Give it a new name.
 SHA256 = "fa1903c2476b966d50fbc7658f4a1f737e3f12b202b2b1de27a0320aba1fc28b"
+SHORT_SHA256 = "d39d50c7cd2fc399279c33f7abfced9fedd4649d2ea54b5eabd6a6093d18bb17"
 
 # What a window of a skill holds and no other skill says.
 SIGNS = {
@@ -106,6 +108,25 @@ def test_the_licences_of_the_packages_lie_beside_the_panel():
 def test_a_text_too_short_for_a_window_is_an_error():
     with pytest.raises(ValueError, match="brief: 1023 tokens, expected 1024"):
         panel._whole([1] * 1023, "brief")
+
+
+def test_the_short_panel_is_the_beginning_of_six_windows():
+    content = lzma.decompress(panel.SHORT_FILE.read_bytes())
+    assert hashlib.sha256(content).hexdigest() == SHORT_SHA256
+    cut = json.loads(content)
+    assert panel.canonical(cut) == content == panel.canonical(panel.short(DOCUMENT))
+    assert (cut["name"], cut["tokenizer_sha256"]) == ("nano-short", DOCUMENT["tokenizer_sha256"])
+    whole = {w["id"]: w for w in WINDOWS}
+    assert len(cut["windows"]) == 6
+    for window in cut["windows"]:
+        source = whole[window["id"]]
+        assert window == {**source, "token_ids": source["token_ids"][:256]}
+    assert Counter(w["domain"] for w in cut["windows"]) == {"prose": 1, "code": 1, "chat": 4}
+    # A conversation is there for its replies: at least one of the model's is whole.
+    for window in cut["windows"]:
+        if window["domain"] == "chat":
+            turns = TOKENS.decode(window["token_ids"], skip_special_tokens=False).split("<|user|>")
+            assert sum("<|assistant|>" in turn for turn in turns[1:-1]) >= 1
 
 
 # -- the rules ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""`emberbox demo`: serves the shipped nano model, asks it, compresses it, asks again.
+"""`emberbox demo`: serves the shipped nano model, asks it, compresses it, measures, asks again.
 
-With a folder it serves that one and asks, and nothing is compressed.
+With a folder it serves that one and asks, and nothing is compressed or measured.
 """
 
 import argparse
@@ -14,14 +14,15 @@ from emberbox.errors import CheckpointError
 from emberbox.settings import EngineSettings, LogSettings
 
 NAME = "demo"
-SUMMARY = "serve the nano model, ask it, compress it, ask again; say whether it was right"
+SUMMARY = "serve the nano model, ask, compress, measure, ask again; say whether it was right"
 EXAMPLE = """example:
   emberbox demo
   emberbox demo models/ember-nano --json
 
-Without a folder also a part of the shipped two-bit model is compressed again and compared, and
-that model is asked the same. exit code 0 only when all answers of the first are right and what was
-compressed is as it was. Needs the packages openai and numba."""
+Without a folder also a part of the shipped two-bit model is compressed again and compared, its
+distance from the first is measured on a short panel, and it is asked the same. exit code 0 only
+when all answers of the first are right, what was compressed is as it was, and the receipt verifies
+with a distance near the known one. Needs the packages openai and numba."""
 
 SHIPPED = Path("models") / "ember-nano"
 TWO_BITS = "ember-nano-base2"  # beside it: what `emberbox compress` made of it by the recipe base2
@@ -62,11 +63,18 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, object] = {"model": str(folder), "questions": found}
     made = folder.with_name(TWO_BITS)
     if args.path is None and (made / "config.json").is_file():
-        from emberbox.cli.demo_compress import compress_live
+        import torch
 
+        from emberbox.cli.demo_compress import compress_live
+        from emberbox.cli.demo_measure import measure_live
+
+        torch.set_num_threads(1)  # as the engine on its own thread: more wait for each other
         compressed = compress_live(folder, made, console)
         is_right &= compressed.is_right
         result["compressed"] = compressed.to_dict()
+        measured = measure_live(folder, made, settings.device, console)
+        is_right &= measured.is_right
+        result["measured"] = measured.to_dict()
         result["two_bits"] = again = _ask(made, settings, console)
         count = sum(bool(question["is_right"]) for question in again)
         console.print(f"at about two bits a weight: {count} of {len(again)} right")

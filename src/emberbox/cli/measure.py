@@ -12,6 +12,8 @@ from emberbox.cli.flags import checkpoint_folder, settings_from
 from emberbox.settings import LOG_LEVELS, LogSettings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from emberbox.measure.fidelity import Fidelity, FidelityOptions
     from emberbox.measure.fidelity import Progress as Measured
     from emberbox.measure.panel import Panel
@@ -53,17 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kind.add_argument("reference", type=checkpoint_folder, metavar="REFERENCE", help="the original")
     kind.add_argument("candidate", type=checkpoint_folder, metavar="CANDIDATE", help="to be judged")
-    kind.add_argument(
-        "--panel", required=True, metavar="NAME_OR_FILE", help="nano-25, or a .json(.xz) file"
-    )
-    kind.add_argument(
-        "-o",
-        "--output",
-        type=checkpoint_folder,
-        required=True,
-        metavar="OUT.json",
-        help="the receipt",
-    )
+    panel = "nano-25, nano-short or a .json(.xz) file"
+    kind.add_argument("--panel", required=True, metavar="NAME_OR_FILE", help=panel)
+    output = kind.add_argument("-o", "--output", type=checkpoint_folder, required=True)
+    output.metavar, output.help = "OUT.json", "the receipt"
     kind.add_argument("--lane", default="weights", help="weights or served (weights)")
     kind.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     kind.add_argument("--runs", type=int, default=2, help="cold runs of the candidate (2)")
@@ -96,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
     check_output(output, SCHEMA, beside=record)
     check_command(_command(args))
     console = Console(highlight=False, quiet=args.json)
-    with _Bar(console) as bar:
+    with MeasureBar(console) as bar:
         found = measure_fidelity(args.reference, args.candidate, panel, options, bar.moved)
-    receipt = _save(args, panel, found)
+    receipt = write_receipt(output, _command(args), panel, found)
     if args.json:
         print(json.dumps(receipt.document))
     else:
@@ -118,13 +113,15 @@ def _options(args: argparse.Namespace) -> "FidelityOptions":
     )
 
 
-def _save(args: argparse.Namespace, panel: "Panel", found: "Fidelity") -> "Receipt":
+def write_receipt(output: "Path", command: str, panel: "Panel", found: "Fidelity") -> "Receipt":
+    """The receipt at `output` and the record of the first run beside it; `command` measures it
+    again."""
     from emberbox.measure.receipt import Measured, run_of, save
 
     measured = Measured(
         panel=panel,
         lane=found.lane,
-        command=_command(args),
+        command=command,
         reference=found.reference,
         candidate=found.candidate,
         device=found.device,
@@ -132,7 +129,7 @@ def _save(args: argparse.Namespace, panel: "Panel", found: "Fidelity") -> "Recei
         settings=found.settings,
         runs=[run_of(windows) for windows in found.runs],
     )
-    return save(args.output, measured, found.runs[0])
+    return save(output, measured, found.runs[0])
 
 
 def _command(args: argparse.Namespace) -> str:
@@ -145,7 +142,7 @@ def _command(args: argparse.Namespace) -> str:
     return shlex.join(map(str, words))
 
 
-class _Bar:
+class MeasureBar:
     """The stage, how far it is and the time left, on a terminal."""
 
     def __init__(self, console: Console) -> None:
@@ -161,7 +158,7 @@ class _Bar:
         self._task: TaskID | None = None
         self._stage = ""
 
-    def __enter__(self) -> "_Bar":
+    def __enter__(self) -> "MeasureBar":
         self._progress.start()
         return self
 

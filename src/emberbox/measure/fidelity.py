@@ -101,6 +101,8 @@ def measure_fidelity(
     longest = max(len(window.token_ids) for window in panel.windows)
     lane = Lane(options.lane, Device.detect(options.device), options.chunk, longest)
     config = check_artifacts({"reference": reference, "candidate": candidate}, panel, lane)
+    if lane.device.kind == "cpu" and config.text.hidden_size <= ONE_THREAD_MAX_HIDDEN:
+        torch.set_num_threads(1)  # as the engine does: two would wait for each other
     one = _hashed(reference, "hashing the reference", on_progress)
     other = _hashed(candidate, "hashing the candidate", on_progress)
     with TemporaryDirectory(prefix="emberbox-capture-") as scratch:
@@ -175,19 +177,10 @@ class _Reference:
             "panel_sha256": self.panel.sha256,
             "lane": self.lane.name,
             **self.lane.describe(),
-            "device": [self.lane.device.kind, self.lane.device.name, self._num_threads(width)],
+            "device": [self.lane.device.kind, self.lane.device.name, _num_threads(self.lane)],
         }
         shapes = {w.id: (w.num_positions, width) for w in self.panel.windows}
         return capture(kept, facts, shapes, self.lane.dtype, lambda: self._states(on_progress))
-
-    def _num_threads(self, width: int) -> int:
-        """Threads that the states will be computed with: as many as there are, unless the engine
-        takes one. 0 on a GPU, where they change nothing."""
-        device = self.lane.device
-        if device.kind != "cpu":
-            return 0
-        is_small = self.lane.name == "served" and width <= ONE_THREAD_MAX_HIDDEN
-        return 1 if is_small else device.num_threads
 
     @torch.inference_mode()
     def _states(self, on_progress: OnProgress) -> Iterator[Tensor]:
@@ -196,6 +189,11 @@ class _Reference:
             on_progress(Progress("reference", done, total))
             yield runner.hidden(window.token_ids)[:-1]
         on_progress(Progress("reference", total, total))
+
+
+def _num_threads(lane: Lane) -> int:
+    """That states are computed with; 0 on a GPU, where they change nothing."""
+    return torch.get_num_threads() if lane.device.kind == "cpu" else 0
 
 
 @dataclass(frozen=True, slots=True)
