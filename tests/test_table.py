@@ -21,6 +21,13 @@ new = "ours"
 """
 
 
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    """Receipts of this test are made by sources of a commit, whatever the working tree is."""
+    made_by = {"version": "0.1.0", "commit": "a" * 40, "is_clean": True}
+    monkeypatch.setattr("emberbox.measure.receipt.code_version", lambda: made_by)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Three receipts of one panel, the largest first by name, and one in the other lane."""
@@ -178,3 +185,33 @@ def test_a_plan_that_makes_no_sense_is_refused(folder, plan, said):
     (folder / "table.toml").write_text(plan)
     with pytest.raises(MeasureError, match=said):
         table.draw(folder)
+
+
+def test_sources_that_no_commit_holds_are_marked(folder):
+    assert "†" not in table.draw(folder)
+    edit(folder / "ours.json", lambda document: document["emberbox"].update(is_clean=False))
+    page = table.draw(folder)
+    assert [row[0] for row in rows(page)][:3] == [
+        "[plain](plain.json)",
+        "[ours](ours.json) †",
+        "[alpha](alpha.json)",
+    ]
+    assert page.count("†: measured by sources that differ from the commit") == 1
+
+
+def test_commands_have_the_paths_of_the_receipt_and_what_must_come_before(folder):
+    command = "emberbox compress SRC DST --recipe x --sensitivity sensitivity.json"
+
+    def change(document):
+        document["candidate"]["about"] = {"command": command}
+
+    edit(folder / "ours.json", change)
+    (folder / "table.toml").write_text('[before]\nours = ["make SRC", "emberbox x DST"]\n')
+    assert """ours:
+
+```sh
+make big
+emberbox x ours
+emberbox compress big ours --recipe x --sensitivity receipts/nano/recipes/sensitivity.json
+emberbox measure fidelity big ours
+```""" in table.draw(folder)

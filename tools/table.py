@@ -9,15 +9,19 @@ natural = ["prose"]     # domains of the panel that are natural text, not drills
 base = "base2-plain"
 new = "base2-ours"
 
+[before]                # commands that stand before a receipt's own
+base2-ours = ["emberbox ..."]
+
 `--check` writes nothing and fails, with the difference, when the page is not what it should be.
 """
 
 import argparse
 import difflib
+import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from emberbox.errors import EmberboxError, MeasureError
@@ -38,6 +42,7 @@ NOTE = "<!-- Drawn by tools/table.py from the receipts beside it; `make table` r
 PAGE, PLAN = "README.md", "table.toml"
 NATURAL = "natural text"
 CHANGED = " †"
+SENSITIVITY = "sensitivity.json"
 INTRODUCTION = """Every figure is that of a receipt in this folder, whose record holds every
 position: `emberbox receipt verify NAME.json` computes it again. In brackets: 95 % interval (BCa
 bootstrap over windows). KL is the mean over positions of KL(reference || candidate) in nats. A
@@ -56,10 +61,12 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Plan:
-    """table.toml: domains of natural text, and pairs (base, new) of receipts."""
+    """table.toml: domains of natural text, pairs (base, new) of receipts, and commands that a
+    receipt cannot tell, by its name: what comes before its own."""
 
     natural: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
+    before: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def main() -> int:
@@ -98,7 +105,7 @@ def draw(folder: Path) -> str:
         raise MeasureError(f"{folder / PLAN}: natural: no window is of {', '.join(strays)}")
     parts = [NOTE, "# Measured fidelity", INTRODUCTION]
     for found in sorted(groups.values(), key=lambda each: (-len(each), each[0].name)):
-        parts += _section(found, plan.natural)
+        parts += _section(found, plan)
     if plan.pairs:
         parts += _pairs(folder, receipts, plan)
     return "\n\n".join(parts) + "\n"
@@ -124,16 +131,18 @@ def read_plan(path: Path) -> Plan:
     except tomllib.TOMLDecodeError as error:
         raise MeasureError(f"{path}: not TOML: {error}") from None
     natural, pairs = found.pop("natural", []), found.pop("pair", [])
+    before = found.pop("before", {})
     texts = [*natural, *(value for pair in pairs for value in pair.values())]
     if found or not all(isinstance(text, str) for text in texts):
         raise MeasureError(f"{path}: expected natural = [...] and [[pair]], got {sorted(found)}")
     if any(set(pair) != {"base", "new"} for pair in pairs):
         raise MeasureError(f"{path}: each [[pair]] has a base and a new, and nothing else")
-    return Plan(tuple(natural), tuple((pair["base"], pair["new"]) for pair in pairs))
+    return Plan(tuple(natural), tuple((pair["base"], pair["new"]) for pair in pairs), before)
 
 
-def _section(receipts: Sequence[Receipt], natural: Sequence[str]) -> Iterator[str]:
+def _section(receipts: Sequence[Receipt], plan: Plan) -> Iterator[str]:
     """Receipts that may be compared: a table, and how to make each row again."""
+    natural = plan.natural
     first = receipts[0]
     panel, results, reference = first["panel"], first["results"], first["reference"]
     ordered = sorted(receipts, key=lambda each: (each["candidate"]["num_bytes"], each.name))
@@ -147,9 +156,9 @@ def _section(receipts: Sequence[Receipt], natural: Sequence[str]) -> Iterator[st
     head = (*HEAD, f"KL, {NATURAL}") if has_natural else HEAD
     yield _markdown(head, [_row(each, natural if has_natural else ()) for each in ordered])
     if not all(_is_of_a_commit(receipt) for receipt in receipts):
-        yield f"{CHANGED}: measured by sources that differ from the commit in the receipt."
+        yield f"{CHANGED.strip()}: measured by sources that differ from the commit in the receipt."
     for receipt in ordered:
-        yield f"{receipt.name}:\n\n```sh\n{_commands(receipt)}\n```"
+        yield f"{receipt.name}:\n\n```sh\n{_commands(receipt, plan)}\n```"
 
 
 def _row(receipt: Receipt, natural: Sequence[str]) -> list[str]:
@@ -181,10 +190,14 @@ def _natural_windows(receipt: Receipt, natural: Sequence[str]) -> list[str]:
     return [name for name, domain in receipt.windows if domain in natural]
 
 
-def _commands(receipt: Receipt) -> str:
-    """What made the candidate, where it says so, and what measured it."""
+def _commands(receipt: Receipt, plan: Plan) -> str:
+    """What made the candidate, where it says so, and what measured it, with the latter's paths."""
     made = receipt["candidate"]["about"].get("command", [])
-    return "\n".join([*([made] if isinstance(made, str) else made), receipt["command"]])
+    lines = [*plan.before.get(receipt.name, ()), *([made] if isinstance(made, str) else made)]
+    source, result = shlex.split(receipt["command"])[3:5]
+    places = {"SRC": source, "DST": result, SENSITIVITY: f"receipts/nano/recipes/{SENSITIVITY}"}
+    filled = [" ".join(places.get(word, word) for word in line.split(" ")) for line in lines]
+    return "\n".join([*filled, receipt["command"]])
 
 
 def _pairs(folder: Path, receipts: dict[str, Receipt], plan: Plan) -> Iterator[str]:

@@ -60,13 +60,16 @@ class Device:
     def free_memory_bytes(self) -> int:
         """Memory that can be had now.
 
-        On a GPU what the driver says. On a CPU, and on a GPU that shares the CPU's memory (where
-        the driver counts the file cache as taken), `host_memory_bytes`.
+        On a GPU what the driver says, and what torch keeps of a network that is gone. On a CPU, and
+        on a GPU that shares the CPU's memory (where the driver counts the file cache as taken),
+        `host_memory_bytes` in place of the driver's.
         """
         if self.kind == "cuda":
             shared = getattr(torch.cuda.get_device_properties(self.index), "is_integrated", 0)
             free = int(torch.cuda.mem_get_info(self.index)[0])
-            return host_memory_bytes() if shared else free
+            reserved = torch.cuda.memory_reserved(self.index)
+            kept = reserved - torch.cuda.memory_allocated(self.index)
+            return (host_memory_bytes() if shared else free) + kept
         return host_memory_bytes()
 
     def describe(self) -> dict[str, object]:

@@ -147,6 +147,7 @@ def test_the_map_and_the_masses_lie_beside_the_result(prepared, kept_folder):
     assert told["text"]["sha256"] == prepared.mass.text.sha256
     assert (told["text"]["rows"], told["text"]["cols"], told["text"]["seed"]) == (ROWS, COLS, 0)
     assert report["calibration"] is None  # nothing was searched
+    assert f"--rows {ROWS} --cols {COLS} --seed 0" in report["command"]  # the text chose experts
     # The written map asked for by its name makes the same tensors.
     (kept_folder.parent / "kept.json").write_bytes((kept_folder / "kept.json").read_bytes())
     by_file = parse_recipe('[keep]\nfile = "kept.json"\n', "again", kept_folder.parent)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberbox.compress import measure_sensitivity
+from emberbox.compress.beside import report_of
 from emberbox.compress.bit_budget import Group
 from emberbox.compress.measure_sensitivity import sensitivity_of
 from emberbox.compress.pipeline import CompressOptions, compress, prepare
@@ -99,6 +100,8 @@ def test_the_file_says_what_was_measured_and_nothing_else_is_read():
             for change in (
                 {"part": "nose"},
                 {"layer": "x"},
+                {"layer": float("inf")},
+                {"loss": {"2": 10**400}},
                 {"loss": {"2.25": 1}},
                 {"loss": {"2": True}},
                 {"loss": {"2": float("nan")}},
@@ -127,6 +130,8 @@ def test_every_group_that_the_text_reaches_is_measured_at_every_rate(measured):
     }
     for rates in measured.losses.values():
         assert rates[2.0] > rates[4.0] > 0
+    about = json.loads(measured.text)["about"]
+    assert (about["rows"], about["cols"], about["seed"]) == (2, 48, OPTIONS.seed)
 
 
 @pytest.mark.parametrize(
@@ -187,3 +192,29 @@ def test_what_does_not_fit_into_memory_is_refused_before_the_work(monkeypatch):
 def test_a_file_that_is_not_there_is_an_error_of_the_recipe(tmp_path):
     with pytest.raises(SettingsError, match=r"losses\.json: cannot be read"):
         load_recipe("measured", Budget(10**7, tmp_path / "losses.json"))
+
+
+def test_the_folder_tells_the_command_with_every_flag_that_matters(measured, tmp_path):
+    path = tmp_path / "losses.json"
+    path.write_text(measured.text)
+    recipe = load_recipe("measured", Budget(8_065_844))
+    options = replace(OPTIONS, group_bytes=1 << 30, seed=3)
+    report = json.loads(report_of(prepare(NANO, recipe, options), {}))
+    assert report["command"] == (
+        "emberbox compress SRC DST --recipe measured --budget-bytes 8065844 "
+        "--rows 2 --cols 48 --seed 3 --device cpu --group-bytes 1073741824"
+    )
+    text = '[[rule]]\nmatch = "lm_head"\nformat = "exl3"\n'
+    own = parse_recipe(text, "mine", budget=Budget(24_000_000, path))
+    command = json.loads(report_of(prepare(NANO, own, OPTIONS), {}))["command"]
+    assert command == (
+        "emberbox compress SRC DST --recipe mine --budget-bytes 24000000 --sensitivity "
+        "sensitivity.json --rows 2 --cols 48 --seed 0 --device cpu"
+    )
+
+
+def test_a_recipe_with_a_budget_takes_no_other():
+    with pytest.raises(SettingsError, match="has a budget of its own"):
+        parse_recipe(ONE, "one", budget=Budget(5))
+    with pytest.raises(SettingsError, match=r"sensitivity: expected 'sensitivity\.json'"):
+        parse_recipe('sensitivity = "sub/x.json"\n' + ONE, "one")

@@ -29,7 +29,8 @@ EXAMPLE = """example:
   emberbox compress models/ember-nano /tmp/nano-base2 --recipe base2
 
 recipes: base2, base2.5, base3, base4, base2-published, measured, nvfp4, fp8-block, or a TOML file.
---plan says what would be written and how much memory and disk it takes, and writes nothing.
+--plan says what would be written and how much memory and disk it takes; of a FILE of --sensitivity
+that is missing it writes that.
 Ended at any time, the same command with --resume goes on after the last complete layer."""
 
 

@@ -23,6 +23,7 @@ COPIED = (
     "video_preprocessor_config.json",
 )
 REPORT_NAME = "compression.json"
+GROUP_BYTES = 4 << 30  # unless something else is asked for
 HOW = "how"  # in it: the digest of all that decided the result
 
 
@@ -63,10 +64,12 @@ def _command(prepared: "Prepared") -> str:
     if recipe.budget is not None:
         words.append(f"--budget-bytes {recipe.budget.num_bytes}")
         words += [f"--sensitivity {SENSITIVITY_NAME}"] * (recipe.budget.sensitivity is not None)
-    if prepared.calibration is not None:
+    if prepared.calibration is not None or prepared.mass is not None:
         words.append(f"--rows {options.rows} --cols {options.cols} --seed {options.seed}")
         words.append(f"--device {options.device.partition(':')[0]}")
         words += ["--text TEXT"] * (options.text is not None)
+    if options.group_bytes != GROUP_BYTES:
+        words.append(f"--group-bytes {options.group_bytes}")
     return " ".join(words)
 
 
@@ -96,6 +99,7 @@ def require_same(prepared: "Prepared", folder: Path) -> None:
         raise CheckpointError(f"{folder / REPORT_NAME}: cannot be read: {error}") from error
     if found != prepared.how:
         raise CheckpointError(
-            f"{folder}: is complete, and was made by another recipe, text, seed or device",
+            f"{folder}: is complete, and was made by another recipe, text, seed, device or "
+            f"group_bytes",
             hint="give another folder, or the flags that its compression.json tells",
         )

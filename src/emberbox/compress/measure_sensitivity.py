@@ -65,11 +65,13 @@ def sensitivity_of(
         )
     source = Source(prepared.checkpoint, prepared.config)
     encoder = Encoder(source, search, torch.device(options.device), options.group_bytes)
-    return measure_sensitivity(encoder, prepared.plan, prepared.calibration)
+    return measure_sensitivity(encoder, prepared.plan, prepared.calibration, options.seed)
 
 
-def measure_sensitivity(encoder: Encoder, plan: ConversionPlan, text: Calibration) -> Sensitivity:
-    """plan: of a recipe that leaves bits of the trunk to a budget.
+def measure_sensitivity(
+    encoder: Encoder, plan: ConversionPlan, text: Calibration, seed: int
+) -> Sensitivity:
+    """plan: of a recipe that leaves bits of the trunk to a budget. seed: that chose the rows.
 
     Raises what Walk and Encoder raise, by name, and MemoryRefused if the network does not fit.
     """
@@ -90,6 +92,7 @@ def measure_sensitivity(encoder: Encoder, plan: ConversionPlan, text: Calibratio
         "text": text.sha256,
         "rows": text.token_ids.shape[0],
         "cols": text.token_ids.shape[1],
+        "seed": seed,
         "shrink_tokens": shrink,
         "device": encoder.device.type,
     }
@@ -132,16 +135,19 @@ def rates_of(item: Item) -> tuple[float, ...]:
 
 
 def _require_memory(encoder: Encoder, text: Calibration) -> None:
-    """Raises MemoryRefused if the decoded network, or the text before every layer, does not fit."""
+    """Raises MemoryRefused if the decoded network and the text before every layer do not fit."""
     config, device = encoder.source.config.text, Device.detect(str(encoder.device))
     Lane("weights", device, 1, text.token_ids.shape[1]).require_memory(
         encoder.source.checkpoint.folder
     )
     states = config.num_hidden_layers * config.hc_mult * config.hidden_size * 4
-    needed, free = text.token_ids.numel() * states, device.free_memory_bytes()
+    found = assign(encoder.source.config, encoder.source.checkpoint.tensors)
+    free = device.free_memory_bytes() - found.loaded_bytes(4, decoded=True)
+    needed = text.token_ids.numel() * states
     if needed > free:
         raise MemoryRefused(
-            f"sensitivity: the text before every layer takes {needed:,} bytes, {free:,} are free",
+            f"sensitivity: the text before every layer takes {needed:,} bytes; beside the network "
+            f"{free:,} are free",
             hint="measure on fewer rows",
         )
 

@@ -18,7 +18,7 @@ from emberbox.ops.table import OpTable
 
 
 class Recorder:
-    """`ops` is `base` with a product that records; `params` hold the weights it will be given."""
+    """`ops` is `plain` with a product that records; `params` hold the weights it will be given."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Recorder:
         for item in items:
             if item.target.format == "exl3":
                 self._watch(item, params, device)
-        product = base.linear
+        self.plain, product = base, base.linear
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             total = self._by_weight.get(id(weight))

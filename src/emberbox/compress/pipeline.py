@@ -17,7 +17,14 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from emberbox import __version__
-from emberbox.compress.beside import REPORT_NAME, config_of, files_of, report_of, require_same
+from emberbox.compress.beside import (
+    GROUP_BYTES,
+    REPORT_NAME,
+    config_of,
+    files_of,
+    report_of,
+    require_same,
+)
 from emberbox.compress.calibration import Calibration, load_calibration
 from emberbox.compress.conversion_items import Item
 from emberbox.compress.conversion_plan import ConversionPlan, plan_conversion
@@ -64,7 +71,7 @@ class CompressOptions:
     seed: int = 0
     max_shard_bytes: int = 8 << 30
     device: str = "cpu"
-    group_bytes: int = 4 << 30
+    group_bytes: int = GROUP_BYTES
     resume: bool = False
 
     def __post_init__(self) -> None:

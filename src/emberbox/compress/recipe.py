@@ -4,7 +4,7 @@ layout = "released"            # or "exllamav3": names and dtypes as that progra
 allow_mixed_experts = false    # one format and rate per projection over a layer's experts
 budget_bytes = 96_000_000_000  # in place of `bits`: see bit_budget.py
 lowest_bits = 2                # where the budget starts from
-sensitivity = "FILE"           # how the budget is spent, measured: see sensitivity.py
+sensitivity = "sensitivity.json" # beside it, how the budget is spent: see sensitivity.py
 expert_moments = "routed"      # or "all", the default: which tokens an expert is fitted to
 shrink_tokens = 256            # of "routed": tokens of the layer's mean beside an expert's own
 
@@ -193,6 +193,10 @@ def parse_recipe(
 ) -> Recipe:
     """The recipe in `text`; files that it names lie in `folder`. Raises SettingsError."""
     measured = None
+    if budget is not None and re.search(r"^\s*(budget_bytes|sensitivity)\s*=", text, re.MULTILINE):
+        raise SettingsError(
+            f"recipe {name}: has a budget of its own", hint="leave out --budget-bytes, or change it"
+        )
     if budget is not None:
         text, measured = budget.added_to(text), budget.sensitivity
     try:
@@ -219,7 +223,9 @@ def parse_recipe(
         lines = "\n".join(f"  - {problem}" for problem in reader.problems)
         raise SettingsError(f"recipe {name}: {len(reader.problems)} problem(s)\n{lines}")
     if "sensitivity" in data:
-        found = (folder or Path()) / str(data["sensitivity"])
+        if data["sensitivity"] != SENSITIVITY_NAME:  # the name it has beside the result's recipe
+            raise SettingsError(f"recipe {name}: sensitivity: expected {SENSITIVITY_NAME!r}")
+        found = (folder or Path()) / SENSITIVITY_NAME
         recipe = replace(recipe, sensitivity=_read(measured or found, "measured losses"))
     return recipe
 

@@ -26,7 +26,7 @@ class Routing:
         self, config: TextConfig, recorder: Recorder, params: Mapping[str, Tensor], prefix: str
     ) -> None:
         self.config, self.recorder, self.prefix = config, recorder, prefix
-        self.ops, self.device = recorder.ops, recorder.device
+        self.ops, self.device = recorder.plain, recorder.device
         self.moe = MixtureOfExperts(config, recorder.ops, params, prefix, 0)
         self.sum = HessianSum(config.hidden_size, self.device)
         self.inputs: list[Tensor] = []  # [n, H] of each chunk
@@ -70,6 +70,8 @@ class Routing:
         mean over all as if that were `shrink_tokens` more of them:
 
             (n sum g^2 x x^T / sum g^2 + shrink_tokens C_all) / (n + shrink_tokens)
+
+        num_rows is then n; an expert that no token chose has the moments, and the rows, of all.
         """
         if shrink_tokens is None and not item.projection.endswith("down_proj"):
             return self.mean
@@ -93,7 +95,7 @@ class Routing:
         if not mass:
             return every
         mean = own.total * (count / mass) + every.matrix * shrink_tokens
-        return Hessian(mean / (count + shrink_tokens), every.num_rows)
+        return Hessian(mean / (count + shrink_tokens), count)
 
     def _inner_mean(self, weights: Mapping[str, Tensor], down: Item) -> Hessian:
         total = HessianSum(down.shape[1], self.device)

@@ -16,6 +16,7 @@ from emberbox.formats.trellis import RATES
 from emberbox.model.parameters import Part
 
 SCHEMA = "emberbox.sensitivity.v1"
+CROOKED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 HALVINGS = 100  # of the logarithm of a price: far below the difference of any two choices
 
 Losses: TypeAlias = Mapping[Group, Mapping[float, float]]
@@ -52,7 +53,7 @@ def losses_in(text: str) -> Losses:
         if not isinstance(whole, dict) or whole.get("schema") != SCHEMA:
             raise SettingsError(f"sensitivity: expected a file of the schema {SCHEMA}")
         losses = dict(_groups(whole["groups"]))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except CROOKED as error:
         raise SettingsError(f"sensitivity: {type(error).__name__}: {error}") from error
     if len(losses) < len(whole["groups"]):
         raise SettingsError("sensitivity: a group stands twice")

@@ -124,21 +124,25 @@ def save(path: Path, measured: Measured, windows: Windows) -> Receipt:
     document = build_receipt(measured, as_stored(windows), record_path.name, digest)
     with disk_problems(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The receipt last: it is never there without its record.
-        for target, content in ((record_path, packed), (path, file_bytes(document))):
-            _replace(target, content)
+        _replace({record_path: packed, path: file_bytes(document)})
         flush_folder(path.parent)
     return Receipt(path, document)
 
 
-def _replace(target: Path, content: bytes) -> None:
-    """Whole or as it was; the name on the way is no other process's."""
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+def _replace(contents: Mapping[Path, bytes]) -> None:
+    """All are written before the first takes its place, in the order given: the receipt last, so
+    that it is never there without a record. The names on the way are no other process's."""
+    partials = {
+        target: target.with_name(f"{target.name}.{os.getpid()}.partial") for target in contents
+    }
     try:
-        write_file(partial, [content])
-        partial.replace(target)
+        for target, content in contents.items():
+            write_file(partials[target], [content])
+        for target, partial in partials.items():
+            partial.replace(target)
     finally:
-        remove(partial)
+        for partial in partials.values():
+            remove(partial)
 
 
 def build_receipt(

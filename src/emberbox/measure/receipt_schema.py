@@ -1,4 +1,4 @@
-"""The form of a fidelity receipt, key by key. What each key means is in docs/measure.md."""
+"""The form of a fidelity receipt, key by key. What each key means is in docs/measuring.md."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from emberbox.errors import MeasureError
 from emberbox.measure.bootstrap import LEVEL, NUM_RESAMPLES, SEED, mean_intervals, quantile
@@ -91,14 +90,6 @@ def spread(positions: Positions) -> dict[str, float] | None:
         "max": float(values[-1]),
         "cvar95": math.fsum(worst) / len(worst),
     }
-
-
-def kl_sums(
-    windows: Sequence[Positions],
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Per window: the exact sum of KL over finite positions [W], and how many they are [W]."""
-    sums = np.array([math.fsum(each.kl[each.finite]) for each in windows])
-    return sums, np.array([int(each.finite.sum()) for each in windows], np.int64)
 
 
 def _sums(positions: Positions) -> list[float]:
