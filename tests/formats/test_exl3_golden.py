@@ -87,4 +87,7 @@ def test_weight_and_product_are_the_golden_ones(name):
 
 
 def test_golden_vectors_stay_small():
-    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 1_200_000
+    own = [
+        path for path in GOLDEN.iterdir() if path.name != "encode_layer.npz"
+    ]  # has its own limit
+    assert sum(path.stat().st_size for path in own) < 1_200_000
