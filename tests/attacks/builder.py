@@ -50,7 +50,7 @@ FILE_ATTACKS = [
         ("header-past-the-end", build({"x": F32_PAIR}, length=4000), _E.TruncatedFile, "4000"),
         ("header-of-2-to-the-64", build(b"{}", length=2**64 - 1), _E.HeaderTooLarge, "limit"),
         ("header-over-the-limit", build(b"{}", length=100_000_001), _E.HeaderTooLarge, "limit"),
-        ("data-cut-short", entry()[:-1], _E.TruncatedFile, "its header describes"),
+        ("data-cut-short", entry()[:-1], _E.TruncatedFile, "tensor 'x' is cut"),
         ("no-data-at-all", entry()[:-8], _E.TruncatedFile, "its header describes"),
         # JSON
         ("empty-header", build(b""), _E.HeaderSyntax, "does not start with"),

@@ -253,15 +253,16 @@ def test_killed_at_twenty_moments_it_ends_in_the_same_bytes(made, tmp_path):
     r = random.Random(5)
     options = replace(OPTIONS, resume=True)
     whole = _seconds(lambda: _child(tmp_path / "first", options, None))
-    kills = 0
-    for _ in range(20):
+    kills = attempts = 0
+    while kills < 20:
+        attempts += 1
+        assert attempts <= 100, "the moments fell after the end"
         code = _child(target, options, r.uniform(0.05, 1.0) * whole)
         assert code in (0, -signal.SIGKILL)
         kills += code == -signal.SIGKILL
         if (target / "model.safetensors.index.json").exists():
             assert contents(target) == contents(folder)
             target = tmp_path / f"again-{len(list(tmp_path.iterdir()))}" / "some"
-    assert kills >= 5, "the moments fell after the end"
     if not (target / "model.safetensors.index.json").exists():
         with pytest.raises(CheckpointError):
             open_checkpoint(target)  # what is not complete is never loaded

@@ -194,6 +194,18 @@ UNLIKE = {
         lambda d: d["reference"].update(config_sha256="ef" * 32),
         "config of the reference: ",
     ),
+    "activation type": (
+        lambda document: document["settings"].update(dtype="bfloat16"),
+        "activation type: float32 in a",
+    ),
+    "cache type": (
+        lambda document: document["settings"].update(cache_dtype="bfloat16"),
+        "cache type: None in a",
+    ),
+    "chunk": (
+        lambda document: document["settings"].update(chunk=64),
+        "tokens of a step: 512 in a",
+    ),
 }
 
 

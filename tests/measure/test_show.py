@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -135,3 +136,21 @@ def test_numbers_have_four_digits(value, expected):
 def test_shares_are_per_cent():
     assert (share(0.88918), share(1.0), share(None)) == ("88.92 %", "100.00 %", "none")
     assert interval([0.5, 0.75], is_share=True) == "[50.00 %, 75.00 %]"
+
+
+@pytest.mark.parametrize(
+    ("difference", "interval", "said"),
+    [
+        (-0.1, (-0.2, -0.05), "new is closer to the reference than base"),
+        (0.1, (0.05, 0.2), "new is farther from the reference than base"),
+        (0.1, (-0.05, 0.2), "not decided: the interval holds 0"),
+        (0.1, None, "too few windows to say"),
+        (0.0, (0.0, 0.0), "no difference"),
+    ],
+)
+def test_a_comparison_says_which_is_closer(difference, interval, said, tmp_path):
+    one = write_receipt(tmp_path / "a.json")
+    found = compare(one, one)
+    paired = replace(found.all, difference=difference, interval=interval)
+    text = plain_text(show_comparison(replace(found, base="base", new="new", all=paired)))
+    assert said in text

@@ -132,6 +132,8 @@ def test_weights_are_decoded_when_the_plan_has_room_and_else_stay_as_stored(fold
     tight = LLM(folder, settings)
     weights = [roomy.memory.lines[0].num_bytes, tight.memory.lines[0].num_bytes]
     assert weights[0] > weights[1]
+    said = [llm.memory.lines[0].note for llm in (roomy, tight)]
+    assert said == ["decoded once, at load", "as they are stored"]
     with torch.inference_mode():
         assert torch.equal(roomy.network.full(TOKENS[:1, :5]), tight.network.full(TOKENS[:1, :5]))
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,7 @@ def _budget(args: argparse.Namespace, options: "CompressOptions") -> "Budget | N
         return None
     if args.sensitivity is not None and not args.sensitivity.exists():
         recipe = load_recipe(args.recipe, Budget(args.budget_bytes))
+        print(f"{args.sensitivity} is not there: measuring it", file=sys.stderr, flush=True)
         found = sensitivity_of(args.source, recipe, options, _search(options))
         draft = args.sensitivity.with_name(f"{args.sensitivity.name}.part")
         with disk_problems(draft.parent):

@@ -26,11 +26,13 @@ with a distance near the known one. Needs the packages openai and numba."""
 
 SHIPPED = Path("models") / "ember-nano"
 TWO_BITS = "ember-nano-base2"  # beside it: what `emberbox compress` made of it by the recipe base2
-NEXT_STEPS = """where to go next:
+NEXT_STEPS = """where to go next (`. .venv/bin/activate` puts emberbox on the path):
   emberbox chat {folder}
       talk to it in the terminal; a second turn starts from what is cached
   emberbox serve {folder}
       keeps it running, for any OpenAI client
+  emberbox compress --help, emberbox measure --help
+      a smaller file by a recipe, and how close one is
   emberbox doctor
       this machine, and which implementation each op has on it
   emberbox serve --help

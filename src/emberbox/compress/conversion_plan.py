@@ -113,6 +113,8 @@ def plan_conversion(
     chosen = [one for piece in pieces for one in choice.of(piece)]
     _refuse(recipe, [*choice.problems(), *choice.unmatched({p.parameter.part for p in pieces})])
     notes = choice.notes()
+    if recipe.name == "measured" and recipe.sensitivity is None:
+        notes.append("no --sensitivity: the budget is spent in a fixed order, not by measurement")
     items = make_items(chosen, assignment.spare, recipe)
     if recipe.budget_bytes is not None:
         num_bytes = sum(item.num_bytes for item in items)

@@ -1,6 +1,6 @@
 """A checkpoint folder as a network in memory: checked, planned, then read. Knows no requests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -86,7 +86,7 @@ class _Planner:
         return self._plan(decoded=False), False
 
     def _plan(self, *, decoded: bool) -> MemoryPlan:
-        return plan_memory(
+        plan = plan_memory(
             self.config,
             weight_bytes=self.assignment.loaded_bytes(self.dtype.itemsize, decoded=decoded),
             available_bytes=self.available_bytes,
@@ -94,6 +94,10 @@ class _Planner:
             settings=self.settings,
             max_image_tokens=self._max_image_tokens(),
         )
+        if not self.assignment.has_quantised:
+            return plan
+        said = "decoded once, at load" if decoded else "as they are stored"
+        return replace(plan, lines=(replace(plan.lines[0], note=said), *plan.lines[1:]))
 
     def _max_image_tokens(self) -> int:
         """Of one picture; a folder without picture settings is planned with the released ones."""

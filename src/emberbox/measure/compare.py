@@ -25,6 +25,9 @@ ALIKE = (
     ("head_policy", "head policy"),
     ("accumulation", "accumulation"),
     ("metric_version", "metric version"),
+    ("settings.dtype", "activation type"),
+    ("settings.cache_dtype", "cache type"),
+    ("settings.chunk", "tokens of a step"),
     ("reference.map_sha256", "weights of the reference"),
     ("reference.config_sha256", "config of the reference"),
 )
@@ -194,7 +197,8 @@ def _at(receipt: Receipt, place: str) -> object:
     found: object = receipt.document
     for key in place.split("."):
         assert isinstance(found, dict), "the form was checked"
-        found = found[key]
+        # The lane `weights` has no cache and no steps: a setting that is not there is None.
+        found = found.get(key) if "settings" in place else found[key]
     return found
 
 

@@ -59,14 +59,24 @@ def show_comparison(found: Comparison) -> RenderableType:
     table = _table(title, *COMPARISON_COLUMNS)
     for name, paired in {"all": found.all, **found.groups}.items():
         table.add_row(*(Text(cell) for cell in (name, *comparison_cells(paired))))
-    closer = f"a difference below 0: {found.new} is closer to the reference"
-    parts: list[RenderableType] = [table, Text(closer), Text(_sizes(found))]
+    parts: list[RenderableType] = [table, Text(_verdict(found)), Text(_sizes(found))]
     if found.left_out:
         parts.append(Text(f"{found.left_out} positions are left out: not finite", "bold red"))
     if found.reference_nll_difference:
         text = f"the reference differs between the two by {found.reference_nll_difference:.2g}"
         parts.append(Text(f"{text} nats a token on average: other device or kernels"))
     return Group(*parts)
+
+
+def _verdict(found: Comparison) -> str:
+    """Which of the two is closer, if the interval over windows says so."""
+    paired = found.all
+    if not paired.difference:
+        return "no difference"
+    if paired.interval is None or paired.interval[0] <= 0 <= paired.interval[1]:
+        return "not decided: the interval holds 0" if paired.interval else "too few windows to say"
+    where = "closer to" if paired.difference < 0 else "farther from"
+    return f"{found.new} is {where} the reference than {found.base}"
 
 
 def plain_text(shown: RenderableType) -> str:
@@ -192,7 +202,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=Text(title), title_justify="left")
     table.add_column("")
     for name in columns:
-        table.add_column(Text(name), justify="right")
+        table.add_column(Text(name), justify="right", overflow="fold")  # no digit is cut
     return table
 
 

@@ -209,8 +209,10 @@ def _check_cover(infos: list[TensorInfo], path: Path, data_start: int, file_byte
             )
         position, previous = info.stop, f"tensor {info.name!r}"
     if position > file_bytes:
+        lost = next(info for info in infos if info.stop > file_bytes)
         raise TruncatedFile(
-            f"{path}: {file_bytes} bytes long, its header describes {position}",
+            f"{path}: {file_bytes} bytes long, its header describes {position}: "
+            f"tensor {lost.name!r} is cut, and what follows it",
             hint="the download is not complete: fetch the file again",
         )
     if position < file_bytes:
