@@ -306,6 +306,23 @@ def test_resuming_what_is_complete_compares_how_it_was_made(made):
     assert contents(folder) == before
 
 
+def test_a_compressed_source_moves_and_an_fp8_source_is_searched(made, tmp_path):
+    folder, _, _, _ = made
+    recipe = (folder / "recipe.toml").read_text("utf-8")
+    keep = '[[rule]]\nmatch = "**"\nformat = "keep"\n'  # its last rule wins: all only moves
+    moved = tmp_path / "moved"
+    compress(prepare(folder, parse_recipe(keep, "keep"), OPTIONS), moved, quick_search)
+    assert tensors_of(moved) == tensors_of(folder)
+    released, searched = tmp_path / "fp8", tmp_path / "searched"
+    compress(prepare(NANO, load_recipe("fp8-block"), OPTIONS), released, quick_search)
+    compress(prepare(released, parse_recipe(recipe, "some"), OPTIONS), searched, quick_search)
+    ids = torch.arange(20, 50)[None]
+    with torch.inference_mode():
+        near, far, source = (network_of(f).full(ids) for f in (folder, searched, NANO))
+    # FP8 adds its own small error to that of the trellis.
+    assert (near - source).norm() * 0.7 < (far - source).norm() < (near - source).norm() * 1.4
+
+
 def test_a_source_with_nan_is_refused_by_tensor(tmp_path):
     name = f"{LAYER}3.mlp.experts.4.down_proj.weight"
     source = tmp_path / "source"

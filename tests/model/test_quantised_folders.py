@@ -8,7 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from openai import OpenAI
+from rich.console import Console
 
+from emberbox.cli.loading import LoadScreen
+from emberbox.cli.local_server import local_server
 from emberbox.device import Device
 from emberbox.engine.decode_once import decode_once
 from emberbox.engine.llm import LLM
@@ -318,3 +322,23 @@ def test_matrices_sliced_in_advance_are_refused_by_name(rename, folder_of):
     why = "a slice, cut in advance for tensor parallel; only whole matrices are read"
     expected = {f"{name}: {why}" for name in sliced} | {f"{EXPERT}.weight: missing"}
     assert set(caught.value.reasons) == expected
+
+
+@pytest.mark.parametrize("layout", ["whole-2.05", "experts-2", "nvfp4"])
+def test_the_server_answers_from_a_published_layout(folder_of, layout):
+    folder, decoded = folder_of(layout)
+    prompt = [40, 41, 42, 43, 44]
+    config = opened(folder)[1]
+    params = parameters_from_dict(config, decoded, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = Network(config, params, bind_all(CPU)).full(torch.tensor([prompt]))[0, -1]
+    expected = torch.log_softmax(logits, -1).max()
+    settings = EngineSettings(device="cpu", max_model_len=128, snapshot_bytes=0, max_running=1)
+    screen = LoadScreen(Console(quiet=True), has_plan=False)
+    with local_server(folder, settings, screen) as url:
+        reply = OpenAI(base_url=f"{url}/v1", api_key="none").completions.create(
+            model=folder.name, prompt=prompt, max_tokens=1, temperature=0, logprobs=1
+        )
+    assert reply.usage.prompt_tokens == len(prompt)
+    (said,) = reply.choices[0].logprobs.token_logprobs
+    assert said == pytest.approx(float(expected), abs=1e-4)
