@@ -52,6 +52,7 @@ def run(prepared, folder, searches, die_at=None, kinds=None):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # some hundred runs and as many resumed
 def test_killed_at_every_file_operation_the_pipeline_goes_on_bit_for_bit(tmp_path):
     check(tmp_path, 1)
 
