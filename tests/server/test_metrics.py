@@ -159,10 +159,14 @@ def test_memory_is_flat_over_three_hundred_refused_requests(start):
             assert live.post(**bodies[i % len(bodies)]).status_code in (400, 413)
 
     refuse(60)
-    before = _resident_bytes()
-    refuse(300)
-    # Three hundred bodies are over 60 MB.
-    assert _resident_bytes() - before < 8_000_000
+    # Three hundred bodies are over 60 MB, and a leak keeps them in every round. Late in a long test
+    # process, whose heap is in pieces, one round may grow by itself.
+    grown = []
+    while not grown or (grown[-1] >= 8_000_000 and len(grown) < 3):
+        before = _resident_bytes()
+        refuse(300)
+        grown.append(_resident_bytes() - before)
+    assert grown[-1] < 8_000_000, grown
     assert live.worker.num_open == 0
 
 
