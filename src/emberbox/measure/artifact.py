@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 from emberbox.errors import CheckpointError, MeasureError
 from emberbox.measure.documents import canonical_json, parse_document, read_file
@@ -16,7 +15,7 @@ from emberbox.model.config import Glm5NextConfig
 from emberbox.model.parameters import TEXT, Parameter, Part
 from emberbox.model.weights import Piece, assign
 from emberbox.store.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
-from emberbox.store.checksums import READ_BYTES, OnBytes, digest_file
+from emberbox.store.checksums import OnBytes, digest_file, hash_next
 from emberbox.store.safetensors_header import TensorInfo
 from emberbox.store.strict_json import JsonProblem
 
@@ -150,24 +149,11 @@ def _hash_shard(
     whole, tensors, position = hashlib.sha256(), {}, 0
     with path.open("rb", buffering=0) as file:
         for info in sorted(infos, key=lambda info: (info.start, info.stop)):
-            _feed(file, info.start - position, [whole], on_bytes)
+            hash_next(file, info.start - position, [whole], on_bytes)
             part = hashlib.sha256()
-            _feed(file, info.num_bytes, [whole, part], on_bytes)
+            hash_next(file, info.num_bytes, [whole, part], on_bytes)
             tensors[info.name], position = part.hexdigest(), info.stop
     return whole.hexdigest(), tensors
-
-
-def _feed(
-    file: BinaryIO, num_bytes: int, hashers: list["hashlib._Hash"], on_bytes: OnBytes
-) -> None:
-    while num_bytes:
-        chunk = file.read(min(num_bytes, READ_BYTES))
-        if not chunk:
-            raise CheckpointError(f"{file.name}: became shorter while it was read")
-        for hasher in hashers:
-            hasher.update(chunk)
-        num_bytes -= len(chunk)
-        on_bytes(len(chunk))
 
 
 def _about(folder: Path) -> dict[str, object]:

@@ -6,9 +6,10 @@ files and folders (what version control and download tools leave) are not part o
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from emberbox.errors import CheckpointError
 
@@ -38,6 +39,23 @@ def digest_file(path: Path, on_bytes: OnBytes = lambda _: None) -> FileDigest:
             num_bytes += count
             on_bytes(count)
     return FileDigest(num_bytes, hasher.hexdigest())
+
+
+def hash_next(
+    file: BinaryIO,
+    num_bytes: int,
+    hashers: Sequence["hashlib._Hash"],
+    on_bytes: OnBytes = lambda _: None,
+) -> None:
+    """Feed the next `num_bytes` of `file` to all `hashers`. Raises CheckpointError if it ends."""
+    while num_bytes:
+        chunk = file.read(min(num_bytes, READ_BYTES))
+        if not chunk:
+            raise CheckpointError(f"{file.name}: became shorter while it was read")
+        for hasher in hashers:
+            hasher.update(chunk)
+        num_bytes -= len(chunk)
+        on_bytes(len(chunk))
 
 
 def require_digest(path: Path, expected: FileDigest, on_bytes: OnBytes = lambda _: None) -> None:

@@ -5,11 +5,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from emberbox.errors import CheckpointError
 from emberbox.store.buffers import Buffer, byte_view
-from emberbox.store.checksums import READ_BYTES, FileDigest
+from emberbox.store.checksums import FileDigest, hash_next
 from emberbox.store.safetensors_header import read_header
 
 
@@ -39,10 +38,10 @@ def read_back(path: Path, expected: Mapping[str, TensorDigest]) -> tuple[FileDig
         if hasattr(os, "posix_fadvise"):  # else it would be read from memory, not from the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         position = min((info.start for info in infos.values()), default=0)
-        _hash_next(file, position, whole)
+        hash_next(file, position, [whole])
         for info in infos.values():
             part = hashlib.sha256()
-            _hash_next(file, info.num_bytes, whole, part)
+            hash_next(file, info.num_bytes, [whole, part])
             position = info.stop
             found = TensorDigest(info.dtype, info.shape, part.hexdigest())
             if found != expected.get(info.name):
@@ -64,13 +63,3 @@ def read_folder_back(folder: Path, expected: Mapping[str, TensorDigest]) -> dict
     if missing:
         raise CheckpointError(f"{folder}: tensor {min(missing)!r} does not read back")
     return files
-
-
-def _hash_next(file: BinaryIO, num_bytes: int, *hashers: "hashlib._Hash") -> None:
-    while num_bytes:
-        chunk = file.read(min(num_bytes, READ_BYTES))
-        if not chunk:
-            raise CheckpointError(f"{file.name}: became shorter while it was read")
-        for hasher in hashers:
-            hasher.update(chunk)
-        num_bytes -= len(chunk)
