@@ -1,7 +1,9 @@
 """tools/table.py: the page of a folder of receipts, from receipts and nothing else."""
 
+import math
 import sys
 
+import numpy as np
 import pytest
 
 from emberbox.errors import MeasureError
@@ -45,7 +47,7 @@ def folder(tmp_path):
             len(name),
             PANEL,
             candidate=facts,
-            command=f"emberbox measure fidelity big {name}",
+            command=f"emberbox measure fidelity big {name} -o receipts/nano/{name}.json",
         )
     write_receipt(found / "engine.json", 0.5, 3, PANEL, lane="served")
     (found / "table.toml").write_text(PLAN)
@@ -78,6 +80,10 @@ def test_rows_are_by_size_and_lanes_apart(folder):
     titles = [line for line in page.splitlines() if line.startswith("## ")]
     assert titles == ["## Panel small, lane weights", "## Panel small, lane served", "## Pairs"]
     assert page.index("alpha.json") < page.index("lane served") < page.index("engine.json")
+    weights, served = page.partition("lane served")[::2]
+    assert "the error of the stored weights alone" in weights
+    assert "The engine's own prefill" in served
+    assert "engine.json" not in weights
 
 
 def test_a_row_says_what_the_receipt_says(folder):
@@ -103,11 +109,121 @@ def test_a_row_says_what_the_receipt_says(folder):
 
 def test_each_row_has_the_commands_that_make_it(folder):
     page = table.draw(folder)
-    assert (
-        "ours:\n\n```sh\nemberbox compress big ours\nemberbox measure fidelity big ours\n```"
-        in page
-    )
-    assert "plain:\n\n```sh\nemberbox measure fidelity big plain\n```" in page
+    measure = "emberbox measure fidelity big {0} -o .build/nano/{0}.json\n```"
+    assert f"ours:\n\n```sh\nemberbox compress big ours\n{measure.format('ours')}" in page
+    assert f"plain:\n\n```sh\n{measure.format('plain')}" in page
+    assert "mkdir -p .build/nano" in page
+    assert "leave these two words out" in page
+
+
+def test_commands_are_those_of_the_repository_s_root(folder, monkeypatch):
+    """Every path of the page is one from there, and none is that of a committed file."""
+    monkeypatch.setattr(table, "ROOT", folder.parent)
+    page = table.draw(folder)
+    assert "emberbox receipt compare receipts/plain.json receipts/ours.json" in page
+    assert "emberbox receipt verify receipts/*.json" in page
+    assert "-o receipts" not in page
+
+
+def test_a_tuned_candidate_is_compressed_then_tuned_then_measured(folder):
+    def change(document):
+        document["candidate"]["about"] = {
+            "command": "emberbox compress SRC DST --recipe base2",
+            "tuning": {
+                "command": "emberbox tune SRC CANDIDATE DST --seed 0",
+                "candidate": {"name": "base2-0"},
+            },
+        }
+
+    edit(folder / "ours.json", change)
+    assert """ours:
+
+```sh
+emberbox compress big base2-0 --recipe base2
+emberbox tune big base2-0 ours --seed 0
+emberbox measure fidelity big ours -o .build/nano/ours.json
+```""" in table.draw(folder)
+
+
+SEEDS = """
+natural = ["prose"]
+planned = ["ours-[0-9]"]
+[[pair]]
+base = "base"
+new = "ours"
+seeds = [0, 1, 2]
+"""
+
+
+def seeds_of(folder, *names):
+    """Receipts NAME-SEED beside a plan of three seeds."""
+    for path in folder.glob("*"):
+        path.unlink()
+    for number, name in enumerate(names):
+        noise = 0.5 if name.startswith("base") else 0.4 + 0.02 * number
+        facts = artifact_facts(name, 8000 + 4 * number)
+        write_receipt(folder / f"{name}.json", noise, number, PANEL, candidate=facts)
+    (folder / "table.toml").write_text(SEEDS)
+    return table.read_receipts(folder)
+
+
+def lines_of(page, text):
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ") and text in line
+    ]
+
+
+BASES, OURS = [[f"{name}-{seed}" for seed in range(3)] for name in ("base", "ours")]
+
+
+def test_seeds_have_a_line_each_and_one_of_their_mean(folder):
+    receipts = seeds_of(folder, *BASES, *OURS)
+    lines = lines_of(table.draw(folder), " against ")
+    assert [line[0] for line in lines[::2]] == [
+        *(f"ours-{seed} against base-{seed}" for seed in range(3)),
+        "**ours against base, mean over seeds 0, 1, 2**",
+    ]
+    assert [line[3] for line in lines] == ["all", "natural text"] * 4
+    every = compare(receipts["base-1"], receipts["ours-1"], {"natural text": ("prose",)})
+    assert lines[2][4:] == comparison_cells(every.all)
+    assert lines[3][4:] == comparison_cells(every.groups["natural text"])
+    size = 100 * (24_000 + 4 * 12) / (24_000 + 4 * 3) - 100
+    assert lines[-2][2] == f"{size:+.3f} %"
+    # Windows by hand: the difference of each is the mean over its seeds.
+    means = [
+        np.array([math.fsum(each.kl) / len(each) for each in receipts[name].read_record().values()])
+        for name in (*BASES, *OURS)
+    ]
+    away = np.mean(means[3:], 0) - np.mean(means[:3], 0)
+    assert lines[-2][8:] == [
+        f"{100 * float(lines[-2][7].split()[0]) / float(lines[-2][5]):+.1f} %",
+        f"{(away < 0).sum()}/{(away > 0).sum()}/0",
+        lines[-2][-1],
+    ]
+    together = [receipts[name]["results"]["kl"]["value"] for name in (*BASES, *OURS)]
+    assert float(lines[-2][5]) == pytest.approx(sum(together[:3]) / 3, rel=1e-3)
+    assert float(lines[-2][6]) == pytest.approx(sum(together[3:]) / 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("missing", [{0}, {0, 2}, {0, 1, 2}], ids=str)
+def test_what_is_planned_may_be_missing_and_its_lines_with_it(folder, missing):
+    there = [name for seed, name in enumerate(OURS) if seed not in missing]
+    seeds_of(folder, *BASES, *there)
+    page = table.draw(folder)
+    assert [line[0] for line in lines_of(page, " against ")[::2]] == [
+        *(f"{name} against {name.replace('ours', 'base')}" for name in there),
+        *["**ours against base, mean over seeds 1, 2**"] * (len(there) > 1),
+    ]
+    assert ("## Pairs" in page) == bool(there)
+    assert len(rows(page)) == 3 + len(there)
+
+
+def test_what_is_not_planned_may_not_be_missing(folder):
+    seeds_of(folder, *BASES[:2], *OURS)
+    with pytest.raises(MeasureError, match="there is no receipt 'base-2'"):
+        table.draw(folder)
 
 
 def test_pairs_are_compared_over_all_and_over_natural_text(folder):
@@ -119,7 +235,8 @@ def test_pairs_are_compared_over_all_and_over_natural_text(folder):
     ):
         cells = ["ours against plain", "small, weights", "+0.050 %", group]
         assert line == "| " + " | ".join([*cells, *comparison_cells(paired)]) + " |"
-    assert "emberbox receipt compare plain.json ours.json" in table.draw(folder)
+    compared = f"emberbox receipt compare {folder / 'plain.json'} {folder / 'ours.json'}"
+    assert compared in table.draw(folder)
 
 
 def test_without_a_plan_there_are_neither_pairs_nor_natural_text(folder):
@@ -176,7 +293,8 @@ def test_no_receipts_are_a_failure(tmp_path, monkeypatch, capsys):
         ("natural = [3]", "expected natural"),
         ('natural = ["prose", "verse"]', "natural: no window is of verse"),
         ('[[pair]]\nbase = "plain"', "each .*pair.* has a base and a new"),
-        ('[[pair]]\nbase = "plain"\nnew = "ours"\nold = "x"', "and nothing else"),
+        ('[[pair]]\nbase = "plain"\nnew = "ours"\nold = "x"', "and nothing but seeds"),
+        ('[[pair]]\nbase = "plain"\nnew = "ours"\nseeds = ["x"]', "expected natural"),
         ('[[pair]]\nbase = "plain"\nnew = "theirs"', "there is no receipt 'theirs'"),
         ('[[pair]]\nbase = "plain"\nnew = "engine"', "lane: weights in plain, served in engine"),
     ],
@@ -213,5 +331,5 @@ def test_commands_have_the_paths_of_the_receipt_and_what_must_come_before(folder
 make big
 emberbox x ours
 emberbox compress big ours --recipe x --sensitivity receipts/nano/recipes/sensitivity.json
-emberbox measure fidelity big ours
+emberbox measure fidelity big ours -o .build/nano/ours.json
 ```""" in table.draw(folder)

@@ -56,7 +56,7 @@ def test_the_command_in_the_receipt_measures_the_same_again(world, capsys, more)
     first = json.loads(capsys.readouterr().out)
     assert shlex.split(first["command"])[0] == "emberbox"
     assert set(more) <= set(shlex.split(first["command"]))
-    assert main([*shlex.split(first["command"])[1:], "--json"]) == 0
+    assert main([*shlex.split(first["command"])[1:], "--force", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again == first
 
@@ -66,7 +66,7 @@ def test_a_kept_capture_gives_the_same_receipt(world, tmp_path, capsys):
     kept = ["--capture", str(tmp_path / "kept"), "--json"]
     found = []
     for more in (["--json"], kept, kept):
-        assert main([*argv, *more]) == 0
+        assert main([*argv, "--force", *more]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1] == found[2]
     assert len(list((tmp_path / "kept").iterdir())) == 2
@@ -98,6 +98,23 @@ def test_a_file_that_is_no_receipt_is_not_overwritten(world, capsys):
     assert error["kind"] == "MeasureError"
     assert "is there already" in error["message"]
     assert out.read_text() == '{"mine": true}'
+
+
+def test_a_receipt_that_is_there_is_replaced_only_by_force(world, capsys):
+    argv, out = world
+    record = out.with_name("out.record.xz")
+    assert main([*argv, "--runs", "1"]) == 0
+    before = out.read_bytes(), record.read_bytes()
+    capsys.readouterr()
+    assert main(argv) == 1
+    said = capsys.readouterr().err
+    assert f"{out}: is there already" in said
+    assert "--force" in said
+    assert (out.read_bytes(), record.read_bytes()) == before
+    assert main([*argv, "--force"]) == 0
+    assert json.loads(out.read_text())["runs"]["count"] == 2
+    assert "--force" not in json.loads(out.read_text())["command"]
+    assert main(["receipt", "verify", str(out)]) == 0
 
 
 @pytest.mark.parametrize("flag", ["--output", "--capture"])

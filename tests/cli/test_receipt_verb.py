@@ -1,12 +1,15 @@
 """The verb `receipt`, as people and programs call it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from emberbox.cli.main import main
 from emberbox.measure.compare import compare
 from tests.helpers.receipts import edit, small_panel, write_receipt
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -130,3 +133,26 @@ def test_a_file_that_is_no_receipt_is_said(tmp_path, capsys):
     assert "not a receipt" in capsys.readouterr().err
     assert call("verify", tmp_path / "a.json") == 1
     assert call("verify", tmp_path / "none.json") == 1
+
+
+OTHERS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("action", ["show", "verify"])
+def test_results_of_a_benchmark_are_told_in_a_line(path, action, capsys):
+    assert call(action, path, "--json") == 1
+    said = json.loads(capsys.readouterr().out)
+    text = said["error"]["message"] if action == "show" else said[str(path)][0]
+    assert "\n" not in text
+    date = json.loads(path.read_text())["date"]
+    assert text == (
+        f"{path}: results of a benchmark (emberbox 0.1.0, {date}), not a receipt of fidelity"
+    )
+
+
+def test_other_documents_are_told_in_a_line(capsys):
+    losses = ROOT / "receipts" / "nano" / "recipes" / "sensitivity.json"
+    assert call("show", losses) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "schema is 'emberbox.sensitivity.v1', expected 'emberbox.fidelity.v1'" in said

@@ -16,6 +16,7 @@ from emberbox.chat.tokenizer import Tokenizer
 from emberbox.compress import calibration
 from emberbox.compress.calibration import SHIPPED, load_calibration
 from emberbox.errors import CheckpointError, SettingsError
+from emberbox.measure.panel import Window
 from training import calibration as generator
 from training.data.cases import CaseMaker
 from training.data.seeds import Purpose, stream
@@ -263,6 +264,17 @@ def test_the_shipped_text_is_part_of_the_package(shipped):
     package = SHIPPED.parents[1]
     packed = {path for pattern in patterns for path in package.glob(pattern)}
     assert {SHIPPED / name for name in shipped} <= packed
+
+
+def test_the_rows_that_were_chosen_have_a_hash_of_their_own():
+    one, same, other = (load_calibration(NANO, None, 3, 7, seed) for seed in (0, 0, 1))
+    assert one.sha256 == other.sha256
+    assert one.rows_sha256 == same.rows_sha256 != other.rows_sha256
+    ids = [token for row in one.token_ids.tolist() for token in row]
+    raw = b"".join(token.to_bytes(8, "little") for token in ids)
+    assert one.rows_sha256 == hashlib.sha256(raw).hexdigest()
+    window = Window("w", "d", "x", tuple(ids))
+    assert one.rows_sha256 == window.token_sha256()  # so that a receipt's two hashes compare
 
 
 # -- nothing that is evaluated --------------------------------------------------------------------

@@ -9,10 +9,15 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
+from emberbox.compress import trellis_search_cuda
 from emberbox.compress.conversion_plan import plan_conversion
+from emberbox.compress.hessian import Hessian
+from emberbox.compress.quantize_exl3 import quantize
 from emberbox.compress.recipe import load_recipe
 from emberbox.compress.trellis_search_cpu import search
+from emberbox.compress.trellis_steps import Found
 from tests.golden.make_encode_layer import (
     COMMITTED,
     LAYER,
@@ -101,3 +106,43 @@ def test_matrices_with_one_input_have_one_hessian_and_each_down_projection_its_o
     downs = {id(of[f"mlp.experts.{e}.down_proj"]) for e in range(NUM_EXPERTS)}
     assert (len(routed), len(downs), len(inputs.hessians)) == (1, 16, 21)
     assert {hessian.num_rows for hessian in of.values()} == {4096}
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", [*OTHERS, *of_experts(range(NUM_EXPERTS))])
+def test_the_search_on_a_gpu_gives_what_the_twin_made(name):
+    """The stored inputs, sums in float64 as the twin's: every window is equal."""
+    inputs, results = golden()
+    matrix = next(matrix for matrix in inputs.matrices if matrix.name == name)
+    made, twin = encode(opened(), inputs, matrix, search_on_gpu), results[name]
+    for part in ("trellis", "suh", "svh"):
+        np.testing.assert_array_equal(getattr(made, part), getattr(twin, part), err_msg=part)
+    assert made.proxy_error == pytest.approx(twin.proxy_error, rel=1e-9, abs=0)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", [*OTHERS, *of_experts(range(NUM_EXPERTS))])
+def test_all_of_the_quantiser_on_a_gpu_is_as_good_as_the_twin(name):
+    """Sums are float32 there, so that paths part now and then: the error is the same to 1 %."""
+    inputs, results = golden()
+    matrix = next(matrix for matrix in inputs.matrices if matrix.name == name)
+    weight, sha256 = weights_of(opened(), matrix.sources)
+    assert sha256 == matrix.weights_sha256
+    given = inputs.hessians[matrix.hessian]
+    hessian = Hessian(given.matrix.cuda(), given.num_rows)
+    (made,) = quantize(
+        [weight.cuda()], [hessian], [matrix.plan], trellis_search_cuda.search, device="cuda"
+    )
+    assert made.report.proxy_error == pytest.approx(results[name].proxy_error, rel=0.01)
+
+
+def search_on_gpu(tiles, num_words, codebook):
+    found = trellis_search_cuda.search(tiles.cuda(), num_words, codebook)
+    return Found(found.windows.cpu(), found.cost.cpu())

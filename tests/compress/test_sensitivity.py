@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -15,13 +16,22 @@ from emberbox.compress.bit_budget import Group
 from emberbox.compress.measure_sensitivity import sensitivity_of
 from emberbox.compress.pipeline import CompressOptions, compress, prepare
 from emberbox.compress.recipe import Budget, load_recipe, parse_recipe
-from emberbox.compress.sensitivity import choose_measured, losses_in, made_sensitivity
+from emberbox.compress.sensitivity import (
+    choose_measured,
+    losses_in,
+    made_sensitivity,
+    source_digest,
+)
 from emberbox.device import Device
 from emberbox.errors import MemoryRefused, SettingsError
+from emberbox.model.config import Glm5NextConfig
 from emberbox.model.parameters import Part
+from emberbox.store.checkpoint import open_checkpoint
+from emberbox.store.safetensors_header import read_header
 from tests.compress.test_pipeline import network_of
 from tests.helpers.nano import NANO
 from tests.helpers.quick_search import quick_search
+from tests.helpers.tiny import tiny_config, tiny_tensors, write_folder
 
 A, B, C = (Group(Part.TRUNK, layer, "self_attn.o_proj") for layer in (0, 1, 2))
 RATES = (1.5, 2.0, 3.0)
@@ -83,10 +93,10 @@ def test_what_cannot_be_chosen_is_refused():
     assert choose_measured({A: 800}, {A: {2.0: 1.0}}, 100, 1.0) == {A: 2.0}
 
 
-def test_the_file_says_what_was_measured_and_nothing_else_is_read():
+def test_the_file_says_what_was_measured_and_nothing_else_is_read(tensors):
     losses = {A: {2.0: 0.25, 1.5: 0.5}, Group(Part.TRUNK, -1, "lm_head"): {6.0: 1e-4}}
-    found = made_sensitivity(losses, {"rows": 2})
-    assert losses_in(found.text) == losses
+    found = made_sensitivity(losses, {"rows": 2}, source_digest(tensors))
+    assert losses_in(found.text, tensors) == losses
     whole = json.loads(found.text)
     assert whole["about"] == {"rows": 2}
     crooked = [
@@ -94,6 +104,8 @@ def test_the_file_says_what_was_measured_and_nothing_else_is_read():
         "[]",
         json.dumps(whole | {"schema": "emberbox.sensitivity.v2"}),
         json.dumps({k: v for k, v in whole.items() if k != "groups"}),
+        json.dumps({k: v for k, v in whole.items() if k != "source_sha256"}),
+        json.dumps(whole | {"source_sha256": ["x"], "about": "y"}),
         json.dumps(whole | {"groups": whole["groups"] * 2}),
         *(
             json.dumps(whole | {"groups": [whole["groups"][0] | change]})
@@ -112,7 +124,65 @@ def test_the_file_says_what_was_measured_and_nothing_else_is_read():
     ]
     for text in crooked:
         with pytest.raises(SettingsError, match="sensitivity"):
-            losses_in(text)
+            losses_in(text, tensors)
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory):
+    """Of a tiny checkpoint."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return open_checkpoint(
+        write_folder(folder, tiny_config(), tiny_tensors(Glm5NextConfig.from_dict(tiny_config())))
+    ).tensors
+
+
+def test_weights_are_known_again_and_others_of_the_same_shapes_are_not(tmp_path):
+    made = tiny_tensors(Glm5NextConfig.from_dict(tiny_config()))
+
+    def digest(name, changed):
+        return source_digest(
+            open_checkpoint(write_folder(tmp_path / name, tiny_config(), changed)).tensors
+        )
+
+    whole = digest("a", made)
+    assert digest("another name", dict(reversed(made.items()))) == whole
+    first = [name for name in made if ".experts." not in name or ".experts.0." in name]
+    assert len(first) < len(made)
+    for number, name in enumerate(first):
+        other = made[name].clone()
+        other.view(-1).view(torch.uint8)[0] ^= 1
+        assert digest(f"changed-{number}", made | {name: other}) != whole, name
+    fewer = {name: tensor for name, tensor in made.items() if name != "lm_head.weight"}
+    assert digest("fewer", fewer) != whole
+
+
+def test_the_file_of_another_model_is_refused_and_both_are_named(measured, tmp_path):
+    path = tmp_path / "losses.json"
+    path.write_text(measured.text)
+    changed = tmp_path / "ember-nano"  # the same name and the same shapes
+    shutil.copytree(NANO, changed)
+    shard = sorted(changed.glob("*.safetensors"))[0]
+    with shard.open("r+b") as file:
+        file.seek(next(i.start for i in read_header(shard).values()))
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    text = ONE.partition("\n[[rule]]")[2]
+    (tmp_path / "one.toml").write_text(f"[[rule]]{text}")
+    recipe = load_recipe(tmp_path / "one.toml", Budget(23_100_000, path))
+    prepare(NANO, recipe, OPTIONS)
+    with pytest.raises(SettingsError) as caught:
+        prepare(changed, recipe, OPTIONS)
+    own, other = (source_digest(open_checkpoint(f).tensors)[:12] for f in (NANO, changed))
+    assert caught.value.message == (
+        f"sensitivity: measured on 'ember-nano' with weights {own}; this checkpoint has {other}"
+    )
+
+
+def test_the_committed_losses_are_of_the_committed_model():
+    path = NANO.parents[1] / "receipts" / "nano" / "recipes" / "sensitivity.json"
+    losses = losses_in(path.read_text(), open_checkpoint(NANO).tensors)
+    assert len(losses) == 53
 
 
 @pytest.fixture(scope="module")

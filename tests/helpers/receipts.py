@@ -92,12 +92,12 @@ def measured(panel: Panel, windows: Sequence[tuple[str, Positions]], **changed: 
 def write_receipt(
     path: Path, noise: float = 0.5, seed: int = 0, panel: Panel | None = None, **changed: Any
 ) -> Receipt:
-    """A good receipt at `path`, its candidate named after the file."""
+    """A good receipt at `path`, its candidate named after the file; one that is there is gone."""
     panel = panel or small_panel()
     windows = small_windows(panel, noise, seed)
     name = path.name.removesuffix(".json")
     changed.setdefault("candidate", artifact_facts(name))
-    return save(path, measured(panel, windows, **changed), windows)
+    return save(path, measured(panel, windows, **changed), windows, may_replace=True)
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object], *, reseal: bool = True) -> None:

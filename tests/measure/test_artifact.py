@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from emberbox.errors import CheckpointError, LoadRefused, MeasureError
-from emberbox.measure.artifact import artifact
+from emberbox.measure.artifact import artifact, part_of
 from emberbox.model.config import Glm5NextConfig
-from emberbox.store.checkpoint import INDEX_NAME
+from emberbox.model.weights import assign
+from emberbox.store.checkpoint import INDEX_NAME, open_checkpoint
 from tests.helpers.nano import NANO
 from tests.helpers.published import LAYOUTS
 from tests.helpers.quantised_folder import write_quantised
@@ -115,12 +116,29 @@ def test_storage_of_the_shipped_two_bit_model():
         "MTP layer, attention",
         "MTP layer, shared expert",
         "MTP layer, routed experts",
+        "MTP layer, input projection",
         "MTP layer, norms, routers and the rest",
     }
     assert sum(row["bytes"] for row in found["storage"]) == found["num_bytes"] == 8_065_844
     assert sum(row["weights"] for row in found["storage"]) == sum(
         row["weights"] for row in artifact(NANO)["storage"]
     )
+
+
+def test_norms_and_the_rest_hold_no_matrix_that_is_compressed():
+    """Every two-dimensional weight of a layer has a part of its own, but routers and mixing."""
+    checkpoint = open_checkpoint(NANO)
+    config = Glm5NextConfig.from_dict(checkpoint.config, checkpoint.mtp_config)
+    found = assign(config, checkpoint.tensors)
+    rest = {
+        piece.parameter.name.rpartition("layers.")[2].partition(".")[2]
+        for placement in found.placements
+        for piece in placement.pieces
+        if part_of(piece.parameter).endswith("the rest") and len(piece.parameter.shape) == 2
+    }
+    assert rest == {"mlp.gate.weight", "hc_attn_fn", "hc_ffn_fn"}
+    rows = {(row["part"], row["format"]): row["weights"] for row in artifact(BASE2)["storage"]}
+    assert rows["MTP layer, input projection", "exl3"] == 2 * 128 * 128
 
 
 def test_rates_of_one_format_have_rows_of_their_own(tmp_path):

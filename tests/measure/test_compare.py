@@ -1,6 +1,7 @@
 """Comparisons: paired by window, right by hand, and refused where receipts are unlike."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,13 @@ import pytest
 from emberbox.errors import MeasureError
 from emberbox.measure import compare as module
 from emberbox.measure.bootstrap import mean_intervals
-from emberbox.measure.compare import comparable_key, compare, sign_test, unlike
+from emberbox.measure.compare import (
+    comparable_key,
+    compare,
+    compare_together,
+    sign_test,
+    unlike,
+)
 from emberbox.measure.metrics import Positions
 from emberbox.measure.panel import Panel
 from emberbox.measure.receipt import load, save
@@ -183,16 +190,21 @@ def test_a_reference_that_ran_otherwise_shows(tmp_path, pair):
 
 
 UNLIKE = {
-    "panel": (lambda d: d["panel"].update(sha256="ab" * 32), "panel: "),
+    "panel": (
+        lambda d: d["panel"].update(sha256="ab" * 32, name="large"),
+        f"panel: small ({small_panel().sha256[:12]}) in a, large (abababababab) in b",
+    ),
     "lane": (lambda d: d.update(lane="served"), "lane: weights in a, served in b"),
     "metric version": (lambda d: d.update(metric_version=2), "metric version: 1 in a, 2 in b"),
     "weights": (
         lambda d: d["reference"].update(map_sha256="cd" * 32),
-        "weights of the reference: ",
+        f"weights of the reference: big ({artifact_facts('big')['map_sha256'][:12]}) in a, "
+        "big (cdcdcdcdcdcd) in b",
     ),
     "config": (
         lambda d: d["reference"].update(config_sha256="ef" * 32),
-        "config of the reference: ",
+        f"config of the reference: {artifact_facts('big')['config_sha256'][:12]} in a, "
+        "efefefefefef in b",
     ),
     "activation type": (
         lambda document: document["settings"].update(dtype="bfloat16"),
@@ -200,7 +212,7 @@ UNLIKE = {
     ),
     "cache type": (
         lambda document: document["settings"].update(cache_dtype="bfloat16"),
-        "cache type: None in a",
+        "cache type: none in a, bfloat16 in b",
     ),
     "chunk": (
         lambda document: document["settings"].update(chunk=64),
@@ -226,6 +238,7 @@ def test_unlike_receipts_are_refused_and_the_reason_said(two, name):
     with pytest.raises(MeasureError) as caught:
         compare(base, changed)
     assert f"\n  - {said}" in caught.value.message
+    assert not re.search("[0-9a-f]{13}", caught.value.message.partition("compared:")[2])
     assert caught.value.message.count("\n  - ") == 1
 
 
@@ -237,8 +250,8 @@ def test_a_direction_or_head_policy_to_come_is_refused_too(two, key, value):
     base, new = two
     new.document[key] = value
     (reason,) = unlike(base, new)
-    assert reason.startswith(key.replace("_", " "))
-    assert value in reason
+    was = {"direction": "reference||candidate", "head_policy": "own"}[key]
+    assert reason == f"{key.replace('_', ' ')}: {was} in a, {value} in b"
 
 
 def test_every_reason_is_said_at_once(two):
@@ -288,3 +301,26 @@ def test_the_candidate_is_free_to_differ(two):
 def test_receipts_without_a_common_position_are_refused():
     with pytest.raises(MeasureError, match="nothing can be compared"):
         module._paired([module._Pair(0.0, 0.0, 0, 24, 0.0)])
+
+
+def test_several_pairs_together_are_their_mean_window_by_window(tmp_path):
+    bases = [write_receipt(tmp_path / f"a{n}.json", 0.5, n, PANEL) for n in range(3)]
+    news = [write_receipt(tmp_path / f"b{n}.json", 0.45, 9 + n, PANEL) for n in range(3)]
+    pairs = list(zip(bases, news, strict=True))
+    assert compare_together(pairs[:1]) == compare(*pairs[0]).all
+    assert compare_together(pairs[:1], ("code",)) == compare(*pairs[0]).groups["code"]
+    found = compare_together(pairs)
+    deltas = sum(window_sums(new) - window_sums(base) for base, new in pairs)
+    counts = np.array([3 * window.num_positions for window in PANEL.windows])
+    assert found.interval == pytest.approx(mean_intervals(deltas[:, None], counts)[0])
+    assert (found.better, found.worse) == ((deltas < 0).sum(), (deltas > 0).sum())
+    alone = [compare(*pair).all.difference for pair in pairs]
+    assert found.difference == pytest.approx(sum(alone) / 3, rel=1e-12)
+    assert (found.windows, found.positions) == (11, 3 * PANEL.num_positions)
+
+
+def test_pairs_of_two_lanes_are_never_taken_together(two, tmp_path):
+    base, new = two
+    others = [write_receipt(tmp_path / f"{n}.json", lane="served") for n in "cd"]
+    with pytest.raises(MeasureError, match="lane: weights in a, served in c"):
+        compare_together([(base, new), tuple(others)])

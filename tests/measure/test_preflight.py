@@ -103,23 +103,37 @@ def receipt(path, schema=SCHEMA):
     return path
 
 
-def test_a_receipt_may_be_replaced_and_nothing_else(tmp_path):
+def test_what_is_there_is_kept_unless_it_may_be_replaced(tmp_path):
     new, beside = tmp_path / "new.json", tmp_path / "new.record.xz"
     check_output(new, SCHEMA, beside=beside)
     receipt(new)
+    with pytest.raises(MeasureError, match=r"new\.json: is there already") as caught:
+        check_output(new, SCHEMA, beside=beside)
+    assert "--force" in caught.value.hint
     beside.write_text("record")
-    check_output(new, SCHEMA, beside=beside)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.json", "new.record.xz"]
+    check_output(new, SCHEMA, beside=beside, may_replace=True)
+    new.unlink()  # a record that was left alone when a writer was killed
+    with pytest.raises(MeasureError, match=r"new\.record\.xz: is there already"):
+        check_output(new, SCHEMA, beside=beside)
+    check_output(new, SCHEMA, beside=beside, may_replace=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["new.record.xz"]
+
+
+@pytest.mark.parametrize("may_replace", [False, True])
+def test_what_is_no_receipt_is_never_replaced(tmp_path, may_replace):
+    new, beside = tmp_path / "new.json", tmp_path / "new.record.xz"
     for text in ('{"schema": "emberbox.speed.v1"}', "{}", "not json", ""):
         new.write_text(text)
         with pytest.raises(MeasureError, match=r"new\.json: is there already, and is not a rec"):
-            check_output(new, SCHEMA, beside=beside)
-    new.unlink()
-    with pytest.raises(MeasureError, match=r"new\.record\.xz: is there already, and no receipt"):
-        check_output(new, SCHEMA, beside=beside)
+            check_output(new, SCHEMA, beside=beside, may_replace=may_replace)
     (tmp_path / "folder.json").mkdir()
     with pytest.raises(MeasureError, match="is there already"):
-        check_output(tmp_path / "folder.json", SCHEMA, beside=tmp_path / "folder.record.xz")
+        check_output(
+            tmp_path / "folder.json",
+            SCHEMA,
+            beside=tmp_path / "folder.record.xz",
+            may_replace=may_replace,
+        )
 
 
 @pytest.mark.parametrize(

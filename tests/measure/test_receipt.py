@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
 from emberbox.errors import EnvironmentProblem, MeasureError
+from emberbox.measure import receipt as receipt_module
 from emberbox.measure.receipt import load, run_of, save
+from emberbox.measure.verify import verify
 from tests.helpers.receipts import (
     edit,
     measured,
@@ -109,7 +112,47 @@ def test_what_cannot_be_replaced_leaves_nothing_behind(tmp_path):
     (tmp_path / "a.json").mkdir()
     with pytest.raises(EnvironmentProblem, match="cannot write"):
         write_receipt(tmp_path / "a.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.record.xz"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("there", ["a.json", "a.record.xz"])
+def test_a_file_that_came_meanwhile_is_kept(tmp_path, there):
+    panel = small_panel()
+    windows = small_windows(panel, 0.5)
+    (tmp_path / there).write_text("precious")
+    with pytest.raises(MeasureError, match=f"{there}: is there already"):
+        save(tmp_path / "a.json", measured(panel, windows), windows)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {there: "precious"}
+
+
+@pytest.mark.parametrize("call", range(12))
+def test_however_far_replacing_comes_a_receipt_has_its_own_record(tmp_path, monkeypatch, call):
+    """Ended before each change of the folder in turn, as by a kill: nothing is tidied up."""
+    path, calls = write_receipt(tmp_path / "a.json", 0.5, 1).path, []
+
+    def counted(original):
+        def change(*arguments, **named):
+            calls.append(original)
+            if len(calls) > call:
+                raise KeyboardInterrupt
+            return original(*arguments, **named)
+
+        return change
+
+    for place, name in ((receipt_module, "write_file"), (Path, "unlink"), (Path, "replace")):
+        monkeypatch.setattr(place, name, counted(getattr(place, name)))
+    monkeypatch.setattr(receipt_module, "remove", lambda _: None)
+    try:
+        write_receipt(path, 0.3, 2)
+    except KeyboardInterrupt:
+        assert call < 5
+    else:
+        assert call >= 5  # two files, the old one away, two names
+    monkeypatch.undo()
+    if path.exists():
+        assert verify(path) == []
+    else:
+        assert call in (3, 4)
 
 
 def test_facts_of_the_wrong_form_are_not_written(tmp_path):

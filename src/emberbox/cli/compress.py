@@ -179,6 +179,7 @@ def _needs(prepared: "Prepared") -> dict[str, int]:
     return {
         "disk for the calibration text": 2 * prepared.state_bytes,
         "memory for the calibration text": prepared.activation_bytes,
+        "memory for a group of experts and its moments": prepared.moments_bytes,
         "memory for a group of matrices": prepared.search_bytes,
     }
 

@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     panel = "nano-25, nano-short or a .json(.xz) file"
     kind.add_argument("--panel", required=True, metavar="NAME_OR_FILE", help=panel)
     output = kind.add_argument("-o", "--output", type=checkpoint_folder, required=True)
-    output.metavar, output.help = "OUT.json", "the receipt"
+    output.metavar, output.help = "OUT.json", "the receipt; its name must be free"
+    kind.add_argument("--force", action="store_true", help="replace a receipt that is there")
     kind.add_argument("--lane", default="weights", help="weights or served (weights)")
     kind.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     kind.add_argument("--runs", type=int, default=2, help="cold runs of the candidate (2)")
@@ -88,12 +89,12 @@ def run(args: argparse.Namespace) -> int:
     logs.set_up(settings_from(LogSettings, args).level)
     options, panel, output = _options(args), load_panel(args.panel), args.output
     record = output.parent / (output.name.removesuffix(".json") + RECORD_SUFFIX)
-    check_output(output, SCHEMA, beside=record)
+    check_output(output, SCHEMA, beside=record, may_replace=args.force)
     check_command(_command(args))
     console = Console(highlight=False, quiet=args.json)
     with MeasureBar(console) as bar:
         found = measure_fidelity(args.reference, args.candidate, panel, options, bar.moved)
-    receipt = write_receipt(output, _command(args), panel, found)
+    receipt = write_receipt(output, _command(args), panel, found, may_replace=args.force)
     if args.json:
         print(json.dumps(receipt.document))
     else:
@@ -113,7 +114,9 @@ def _options(args: argparse.Namespace) -> "FidelityOptions":
     )
 
 
-def write_receipt(output: "Path", command: str, panel: "Panel", found: "Fidelity") -> "Receipt":
+def write_receipt(
+    output: "Path", command: str, panel: "Panel", found: "Fidelity", *, may_replace: bool = False
+) -> "Receipt":
     """The receipt at `output` and the record of the first run beside it; `command` measures it
     again."""
     from emberbox.measure.receipt import Measured, run_of, save
@@ -129,7 +132,7 @@ def write_receipt(output: "Path", command: str, panel: "Panel", found: "Fidelity
         settings=found.settings,
         runs=[run_of(windows) for windows in found.runs],
     )
-    return save(output, measured, found.runs[0])
+    return save(output, measured, found.runs[0], may_replace=may_replace)
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -42,7 +42,8 @@ def report_of(prepared: "Prepared", reports: Mapping[str, object]) -> bytes:
 
     def about(text: Calibration) -> dict[str, object]:
         chosen = {"rows": options.rows, "cols": options.cols, "seed": options.seed}
-        return {"source": text.source, "sha256": text.sha256, **chosen}
+        hashes = {"sha256": text.sha256, "rows_sha256": text.rows_sha256}
+        return {"source": text.source, **hashes, **chosen}
 
     found = prepared.calibration
     whole: dict[str, object] = {

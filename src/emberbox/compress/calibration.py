@@ -42,6 +42,12 @@ class Calibration:
     source: str
     sha256: str
 
+    @property
+    def rows_sha256(self) -> str:
+        """Of the chosen rows: their ids one after another as little-endian 64-bit integers, as
+        receipts hash the windows of a panel."""
+        return hashlib.sha256(self.token_ids.numpy().astype("<i8").tobytes()).hexdigest()
+
 
 def load_calibration(
     checkpoint: Path, source: Path | None, rows: int, cols: int, seed: int

@@ -118,7 +118,7 @@ def plan_conversion(
     items = make_items(chosen, assignment.spare, recipe)
     if recipe.budget_bytes is not None:
         num_bytes = sum(item.num_bytes for item in items)
-        chosen = _within_budget(chosen, recipe, recipe.budget_bytes, num_bytes)
+        chosen = _within_budget(chosen, recipe, recipe.budget_bytes, num_bytes, infos)
         items = make_items(chosen, assignment.spare, recipe)
     if not recipe.allow_mixed_experts:
         _refuse(recipe, list(_mixed(items)))
@@ -238,7 +238,11 @@ class _Choice:
 
 
 def _within_budget(
-    chosen: Sequence[Chosen], recipe: Recipe, budget_bytes: int, num_bytes: int
+    chosen: Sequence[Chosen],
+    recipe: Recipe,
+    budget_bytes: int,
+    num_bytes: int,
+    infos: Mapping[str, TensorInfo],
 ) -> list[Chosen]:
     """The same with the bits that the budget allows; `num_bytes`: of a plan with the fewest."""
     groups = {
@@ -251,7 +255,7 @@ def _within_budget(
     bits = choose_bits(num_weights, recipe.lowest_bits, num_bytes, budget_bytes)
     if recipe.sensitivity is not None:
         left = budget_bytes - num_bytes
-        losses = losses_in(recipe.sensitivity)
+        losses = losses_in(recipe.sensitivity, infos)
         bits = choose_measured(num_weights, losses, left, recipe.lowest_bits)
     return [
         replace(one, target=replace(one.target, bits=bits[groups[one.name]]))

@@ -101,9 +101,7 @@ class Encoder:
 
     def group_size(self, item: Item) -> int:
         """How many matrices like `item` are searched at once: at least one."""
-        out_features, in_features = item.shape
-        one, two = (group_bytes(n, in_features, out_features, self.device) for n in (1, 2))
-        return 1 + max(0, self.max_bytes - one) // (two - one)
+        return group_size(item, self.device, self.max_bytes)
 
     def _exl3(
         self,
@@ -128,6 +126,13 @@ class Encoder:
             raise OpError(f"{names}: {error}") from error
         for item, one in zip(items, made, strict=True):
             yield _quantised(item, one.tensor, one.report)
+
+
+def group_size(item: Item, device: torch.device | str, max_bytes: int) -> int:
+    """How many matrices like `item` are searched at once in `max_bytes`: at least one."""
+    out_features, in_features = item.shape
+    one, two = (group_bytes(n, in_features, out_features, device) for n in (1, 2))
+    return 1 + max(0, max_bytes - one) // (two - one)
 
 
 def seeded_plan(item: Item, bits: float | None) -> TrellisPlan:

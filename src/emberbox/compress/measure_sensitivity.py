@@ -25,7 +25,7 @@ from emberbox.compress.hessian import Hessian
 from emberbox.compress.pipeline import CompressOptions, prepare
 from emberbox.compress.quantize_exl3 import quantize
 from emberbox.compress.recipe import Recipe
-from emberbox.compress.sensitivity import Sensitivity, made_sensitivity
+from emberbox.compress.sensitivity import Sensitivity, made_sensitivity, source_digest
 from emberbox.compress.source import Source
 from emberbox.compress.trellis_steps import Search
 from emberbox.compress.walk import Walk
@@ -43,7 +43,10 @@ from emberbox.ops.table import bind_all
 log = logging.getLogger(__name__)
 
 MEASURED_RATES = (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
-TOKENS_AT_ONCE = 4096  # of logits of source and candidate
+# Of logits of source and candidate at once: no more tokens than this, nor than fit into the bytes.
+TOKENS_AT_ONCE = 4096
+DIVERGENCE_BYTES = 1 << 30
+COPIES = 6  # float32 [n, V] at the worst moment: logits or probabilities of both, what is summed
 
 # R rows of text, T tokens of a row, S streams, H hidden
 Made: TypeAlias = list[tuple[Item, QuantTensor]]
@@ -90,13 +93,15 @@ def measure_sensitivity(
     about = {
         "source": source.checkpoint.folder.name,
         "text": text.sha256,
+        "rows_sha256": text.rows_sha256,
         "rows": text.token_ids.shape[0],
         "cols": text.token_ids.shape[1],
         "seed": seed,
         "shrink_tokens": shrink,
         "device": encoder.device.type,
     }
-    return made_sensitivity(trial.losses(bank.made), about)
+    own = source_digest(source.checkpoint.tensors)
+    return made_sensitivity(trial.losses(bank.made), about, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +213,28 @@ class _Trial:
                 start = stop
 
     def _divergence(self, hidden: Tensor, head: Tensor) -> float:
-        """Mean KL(source || candidate) over all tokens; sums in float64."""
-        own, total = self.params[f"lm_head{WEIGHT}"], 0.0
-        for start in range(0, len(hidden), TOKENS_AT_ONCE):
-            rows = slice(start, start + TOKENS_AT_ONCE)
-            source = log_softmax(self.hidden[rows] @ own.T, -1)
-            candidate = log_softmax(hidden[rows] @ head.T, -1)
-            lost = source.exp() * (source - candidate)
-            total += float(lost.sum(dtype=torch.float64))
-        return total / len(hidden)
+        """Mean KL(source || candidate) over all tokens."""
+        own = self.params[f"lm_head{WEIGHT}"]
+        return mean_divergence((self.hidden, hidden), (own, head))
+
+
+def tokens_at_once(vocabulary: int) -> int:
+    """Of logits that `mean_divergence` holds."""
+    return max(1, min(TOKENS_AT_ONCE, DIVERGENCE_BYTES // (COPIES * 4 * vocabulary)))
+
+
+def mean_divergence(hidden: tuple[Tensor, Tensor], heads: tuple[Tensor, Tensor]) -> float:
+    """Mean KL over n tokens of what source and candidate make of them; sums in float64.
+
+    hidden: both [n, H]; heads: both [V, H]; float32. Takes DIVERGENCE_BYTES beside them.
+    """
+    total, block = 0.0, tokens_at_once(len(heads[0]))
+    for start in range(0, len(hidden[0]), block):
+        rows = slice(start, start + block)
+        source, candidate = (
+            log_softmax(states[rows] @ head.T, -1)
+            for states, head in zip(hidden, heads, strict=True)
+        )
+        lost = source.exp() * (source - candidate)
+        total += float(lost.sum(dtype=torch.float64))
+    return total / len(hidden[0])

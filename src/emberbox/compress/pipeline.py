@@ -36,8 +36,9 @@ from emberbox.compress.moments import unknown
 from emberbox.compress.output import Output
 from emberbox.compress.quantize_exl3 import group_bytes
 from emberbox.compress.recipe import Recipe
+from emberbox.compress.routing import moments_bytes
 from emberbox.compress.routing_mass import RoutingMass, routing_mass
-from emberbox.compress.source import Source
+from emberbox.compress.source import EXPERTS, Source
 from emberbox.compress.trellis_steps import Search
 from emberbox.compress.walk import Walk, activation_bytes
 from emberbox.device import Device
@@ -151,6 +152,19 @@ class Prepared:
         return max(options.group_bytes, *alone) if shapes else 0
 
     @property
+    def moments_bytes(self) -> int:
+        """Of memory for the moments and weights of a group of routed experts."""
+        if self.calibration is None:
+            return 0
+        options, layers = self.options, dict[str, list[Item]]()
+        for item in self.plan.items:
+            if EXPERTS in item.name:
+                layers.setdefault(item.unit, []).append(item)
+        shrink = self.plan.recipe.shrink_tokens
+        chosen = (options.device, options.group_bytes, shrink)
+        return max((moments_bytes(items, *chosen) for items in layers.values()), default=0)
+
+    @property
     def activation_bytes(self) -> int:
         """Of memory for the calibration text."""
         if self.calibration is None:
@@ -240,11 +254,12 @@ def compress(
 
 def _require_memory(prepared: Prepared) -> None:
     """Raises MemoryRefused if what the plan counts is more than there is."""
-    needed = prepared.activation_bytes + prepared.search_bytes
+    needed = prepared.activation_bytes + prepared.moments_bytes + prepared.search_bytes
     free = Device.detect(prepared.options.device).free_memory_bytes()
     if needed > free:
         raise MemoryRefused(
-            f"compress: {decimal(prepared.activation_bytes)} for the calibration text and "
+            f"compress: {decimal(prepared.activation_bytes)} for the calibration text, "
+            f"{decimal(prepared.moments_bytes)} for a group of experts and its moments and "
             f"{decimal(prepared.search_bytes)} for the matrices that are searched together, "
             f"{decimal(free)} of memory are free",
             hint="lower rows, cols or group_bytes, or leave the largest matrices as they are",

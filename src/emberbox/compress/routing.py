@@ -3,13 +3,15 @@
 Knows the network's layer and the text that passes it; knows neither formats nor files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from emberbox.compress.conversion_items import Item, joined
-from emberbox.compress.hessian import Hessian, HessianSum
+from emberbox.compress.encode import group_size
+from emberbox.compress.hessian import Hessian, HessianSum, working_dtype
 from emberbox.compress.moments import Recorder, mean_of
 from emberbox.compress.source import expert_of
 from emberbox.model.batch import Span
@@ -17,6 +19,49 @@ from emberbox.model.config import TextConfig
 from emberbox.model.moe import FeedForward, MixtureOfExperts
 
 # n tokens of a chunk, H hidden, I inner, k experts chosen per token
+
+# While the moments of an expert are made: the sum of its own tokens, of all, and terms of the mean.
+IN_THE_MAKING = 5
+
+
+def expert_group_size(items: Sequence[Item], device: torch.device | str, max_bytes: int) -> int:
+    """Routed experts whose matrices `items` are computed at once: gate and up are searched
+    together, so half as many as matrices."""
+    first = next((item for item in items if item.target.format == "exl3"), None)
+    return max(1, group_size(first, device, max_bytes) // 2) if first else 1
+
+
+def moments_bytes(
+    items: Sequence[Item], device: torch.device | str, max_bytes: int, shrink_tokens: int | None
+) -> int:
+    """Most memory on `device` for moments and weights while routed experts are computed in groups.
+
+    items: routed experts of one layer. All matrices of a group that go through the search together
+    have their moments at hand: each expert's own for down, and for gate and up where shrink_tokens
+    tells so; the mean over all tokens and its sum besides. The weights are a group's three
+    matrices as they are read, as the network has them, and as a reader will decode them.
+    """
+    searched = [item for item in items if item.target.format == "exl3"]
+    if not searched:
+        return 0
+    width = working_dtype(device).itemsize
+    num = min(expert_group_size(items, device, max_bytes), len({expert_of(i.name) for i in items}))
+    first = {expert_of(item.name) for item in items[:1]}
+    read, in_network = 4, 4 if working_dtype(device) is torch.float64 else 2  # bytes of a weight
+    alone = sum(prod(item.shape) for item in items if expert_of(item.name) in first)
+    weights = num * alone * (read + 2 * in_network)
+    own: dict[tuple[object, ...], set[str]] = {}  # matrices that are searched together -> inputs
+    for item in searched:
+        kinds = own.setdefault((item.shape, item.target), set())
+        if shrink_tokens is not None or item.projection.endswith("down_proj"):
+            kinds.add(joined(item.projection))
+    held = 0
+    for item in searched:
+        together = num * len(own[item.shape, item.target])
+        together = min(together, group_size(item, device, max_bytes)) + IN_THE_MAKING
+        held = max(held, together * item.shape[1] ** 2)
+    hidden = max(item.shape[1] for item in items if item.is_linear)
+    return weights + (held + 2 * hidden**2) * width
 
 
 class Routing:

@@ -1,23 +1,30 @@
 """What each group of matrices costs at each rate, measured, and the rates that a budget affords.
 
 loss[group][rate]: mean KL(source || source with that group alone at that rate), nats. The losses of
-groups are taken to add up; at the sizes that matter they nearly do (docs/log.md). Knows no weights.
+groups are taken to add up; at the sizes that matter they nearly do (docs/log.md). A file is bound
+to the weights that were measured: of another model it says nothing.
 """
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from emberbox.compress.bit_budget import Group
-from emberbox.errors import SettingsError
+from emberbox.errors import CheckpointError, SettingsError
 from emberbox.formats.trellis import RATES
 from emberbox.model.parameters import Part
+from emberbox.store.safetensors_header import TensorInfo
 
 SCHEMA = "emberbox.sensitivity.v1"
 CROOKED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+SAMPLE_BYTES = 4096  # that are read of a tensor to know it again
 HALVINGS = 100  # of the logarithm of a price: far below the difference of any two choices
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 Losses: TypeAlias = Mapping[Group, Mapping[float, float]]
 Costs: TypeAlias = Mapping[Group, Mapping[float, int]]  # bytes beyond the lowest bits
@@ -31,8 +38,36 @@ class Sensitivity:
     text: str
 
 
-def made_sensitivity(losses: Losses, about: Mapping[str, object]) -> Sensitivity:
-    """From what was measured; about: on what."""
+def source_digest(tensors: Mapping[str, TensorInfo]) -> str:
+    """sha256 that tells a checkpoint from others of its shape, however it is spread over files.
+
+    Of every tensor's name, dtype and shape, and of the first SAMPLE_BYTES of each; of the experts
+    of a layer those of the first alone, so that the real model takes 2,000 reads and not 80,000.
+    Raises CheckpointError for a file that cannot be read.
+    """
+    found, sampled = hashlib.sha256(), set()
+    for name, info in sorted(tensors.items()):
+        found.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
+        place = _EXPERT.sub(".experts.", name)
+        if place not in sampled:
+            sampled.add(place)
+            found.update(_first_bytes(info))
+    return found.hexdigest()
+
+
+def _first_bytes(info: TensorInfo) -> bytes:
+    try:
+        with info.file.open("rb") as file:
+            file.seek(info.start)
+            return file.read(min(SAMPLE_BYTES, info.num_bytes))
+    except OSError as error:
+        raise CheckpointError(f"{info.file}: cannot be read: {error.strerror}") from error
+
+
+def made_sensitivity(
+    losses: Losses, about: Mapping[str, object], source_sha256: str
+) -> Sensitivity:
+    """From what was measured; about: on what; source_sha256: `source_digest` of the source."""
     groups = [
         {
             "part": group.part.value,
@@ -42,21 +77,37 @@ def made_sensitivity(losses: Losses, about: Mapping[str, object]) -> Sensitivity
         }
         for group, found in losses.items()
     ]
-    whole = {"schema": SCHEMA, "about": dict(about), "groups": groups}
+    whole = {
+        "schema": SCHEMA,
+        "source_sha256": source_sha256,
+        "about": dict(about),
+        "groups": groups,
+    }
     return Sensitivity(losses, json.dumps(whole, indent=1) + "\n")
 
 
-def losses_in(text: str) -> Losses:
-    """Of the file that `made_sensitivity` gave. Raises SettingsError that says what is wrong."""
+def losses_in(text: str, tensors: Mapping[str, TensorInfo]) -> Losses:
+    """Of the file that `made_sensitivity` gave of the checkpoint with these `tensors`.
+
+    Raises SettingsError that says what is wrong, also for the file of another checkpoint.
+    """
     try:
         whole = json.loads(text)
         if not isinstance(whole, dict) or whole.get("schema") != SCHEMA:
             raise SettingsError(f"sensitivity: expected a file of the schema {SCHEMA}")
-        losses = dict(_groups(whole["groups"]))
+        losses, measured = dict(_groups(whole["groups"])), whole["source_sha256"]
     except CROOKED as error:
         raise SettingsError(f"sensitivity: {type(error).__name__}: {error}") from error
     if len(losses) < len(whole["groups"]):
         raise SettingsError("sensitivity: a group stands twice")
+    if measured != (own := source_digest(tensors)):
+        about = whole.get("about")
+        name = about.get("source") if isinstance(about, dict) else None
+        raise SettingsError(
+            f"sensitivity: measured on {str(name)[:80]!r} with weights {str(measured)[:12]}; this "
+            f"checkpoint has {own[:12]}",
+            hint="measure this checkpoint: name a file that does not exist yet",
+        )
     return losses
 
 

@@ -3,8 +3,8 @@
 A sublayer runs with the source's weights while moments are collected, its matrices are compressed,
 and the text moves on through what a reader of the result will decode. Routed experts pass in
 groups: every token goes through every expert for the moments, and through those that the router
-chose to move on. Memory: one sublayer without its routed experts, one group of these, and
-`activation_bytes`. Knows no files.
+chose to move on. Memory: one sublayer without its routed experts, one group of these with its
+moments (routing.moments_bytes), and `activation_bytes`. Knows no files.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from emberbox.compress.conversion_items import Item
 from emberbox.compress.encode import Encoded, Encoder
 from emberbox.compress.hessian import Hessian, HessianSum
 from emberbox.compress.moments import Recorder, mean_of
-from emberbox.compress.routing import Routing
+from emberbox.compress.routing import Routing, expert_group_size
 from emberbox.compress.source import EXPERTS, expert_of
 from emberbox.errors import CheckpointError, OpError
 from emberbox.model.attention import SparseAttention
@@ -180,8 +180,7 @@ class Walk:
         experts: dict[int | None, list[Item]] = {}
         for item in items:
             experts.setdefault(expert_of(item.name), []).append(item)
-        first = next((item for item in items if item.target.format == "exl3"), None)
-        size = max(1, self.encoder.group_size(first) // 2) if first else 1
+        size = expert_group_size(items, self.device, self.encoder.max_bytes)
         every = iter(experts.values())
         while group := list(islice(every, size)):
             yield [item for expert in group for item in expert]

@@ -25,6 +25,7 @@ PER_MATRIX = "matrices"  # of compression.json: thousands of lines, which the fi
 
 _LAYER = re.compile(re.escape(TEXT) + r"layers\.\d+\.")
 _IN_LAYER = (
+    (".eh_proj", "input projection"),
     (".experts.", "routed experts"),
     (".shared_experts.", "shared expert"),
     (".self_attn.", "attention"),

@@ -31,6 +31,9 @@ ALIKE = (
     ("reference.map_sha256", "weights of the reference"),
     ("reference.config_sha256", "config of the reference"),
 )
+# Where the name stands that goes with a hash.
+_NAMED = {"panel.sha256": "panel.name", "reference.map_sha256": "reference.name"}
+_HEAD = 12  # digits of a hash that are shown, as everywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +91,7 @@ def compare(
     groups: more groups than the domains, name -> domains that belong to it. Raises MeasureError
     with every reason why the two may not be compared.
     """
-    reasons = list(unlike(base, new))
-    if reasons:
-        lines = "".join(f"\n  - {reason}" for reason in reasons)
-        raise MeasureError(
-            f"{base.path} and {new.path} may not be compared:{lines}",
-            hint="measure both candidates on one panel, in one lane, against one reference",
-        )
+    require_alike(base, new)
     pairs = _pairs(base.read_record(), new.read_record())
     domain_of = dict(base.windows)
     wanted = {domain: (domain,) for domain in sorted(set(domain_of.values()))} | dict(groups or {})
@@ -118,12 +115,46 @@ def compare(
     )
 
 
+def compare_together(
+    pairs: Sequence[tuple[Receipt, Receipt]], domains: Collection[str] | None = None
+) -> Paired:
+    """Several comparisons of one kind, such as a way of compressing under several seeds, as one.
+
+    Each window counts with all its pairs together, so that the interval and the sign test are over
+    windows and say how the mean over the pairs moves. domains: of the windows; None is all. Raises
+    MeasureError where two of the receipts may not be compared.
+    """
+    receipts = [receipt for pair in pairs for receipt in pair]
+    for other in receipts[1:]:
+        require_alike(receipts[0], other)
+    together: dict[str, _Pair] = {}
+    domain_of = dict(receipts[0].windows)
+    for base, new in pairs:
+        for window, found in _pairs(base.read_record(), new.read_record()).items():
+            if domains is None or domain_of[window] in domains:
+                old = together.get(window)
+                together[window] = found if old is None else old.joined(found)
+    return _paired(list(together.values()))
+
+
+def require_alike(base: Receipt, new: Receipt) -> None:
+    """Raises MeasureError with every reason why the two may not be compared."""
+    reasons = list(unlike(base, new))
+    if reasons:
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        raise MeasureError(
+            f"{base.path} and {new.path} may not be compared:{lines}",
+            hint="measure both candidates on one panel, in one lane, against one reference",
+        )
+
+
 def unlike(base: Receipt, new: Receipt) -> Iterator[str]:
     """Why the two may not be compared, a sentence each; nothing when they may."""
     for place, meaning in ALIKE:
         one, other = (_at(receipt, place) for receipt in (base, new))
         if one != other:
-            yield f"{meaning}: {one} in {base.name}, {other} in {new.name}"
+            shown = (_shown(receipt, place) for receipt in (base, new))
+            yield f"{meaning}: {next(shown)} in {base.name}, {next(shown)} in {new.name}"
     panels = base["panel"], new["panel"]
     if panels[0]["sha256"] == panels[1]["sha256"] and panels[0]["windows"] != panels[1]["windows"]:
         yield f"windows: {base.name} and {new.name} list different ones of one panel"
@@ -151,6 +182,16 @@ class _Pair:
     positions: int
     left_out: int
     reference_difference: float
+
+    def joined(self, other: "_Pair") -> "_Pair":
+        """The same window under two pairs of candidates."""
+        return _Pair(
+            self.base + other.base,
+            self.new + other.new,
+            self.positions + other.positions,
+            self.left_out + other.left_out,
+            max(self.reference_difference, other.reference_difference),
+        )
 
 
 def _pairs(base: Mapping[str, Positions], new: Mapping[str, Positions]) -> dict[str, _Pair]:
@@ -191,6 +232,15 @@ def _paired(pairs: Sequence[_Pair]) -> Paired:
         ties=len(pairs) - better - worse,
         p_value=sign_test(better, worse),
     )
+
+
+def _shown(receipt: Receipt, place: str) -> str:
+    """What stands there, for people: of a hash the name that goes with it, and its first digits."""
+    found = _at(receipt, place)
+    if not place.endswith("sha256"):
+        return "none" if found is None else str(found)
+    head = str(found)[:_HEAD]
+    return f"{_at(receipt, _NAMED[place])} ({head})" if place in _NAMED else head
 
 
 def _at(receipt: Receipt, place: str) -> object:

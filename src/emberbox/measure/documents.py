@@ -41,3 +41,12 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     if len(found) > max_bytes:
         raise MeasureError(f"{path}: larger than the {max_bytes} bytes that it may have")
     return found
+
+
+def require_free(*paths: Path, may_replace: bool) -> None:
+    """Raises MeasureError for what is there already, unless it may be replaced."""
+    found = [path for path in paths if path.exists() or path.is_symlink()]
+    if found and not may_replace:
+        raise MeasureError(
+            f"{found[0]}: is there already", hint="give another name, or --force to replace it"
+        )

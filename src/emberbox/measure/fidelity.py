@@ -27,8 +27,10 @@ from emberbox.model.config import Glm5NextConfig
 from emberbox.model.network import Network
 from emberbox.store.buffers import byte_view
 
-# Logits of this many positions exist at once: 256 x 154,880 in float32 are 151 MiB, of each model.
+# Logits of so many positions exist at once, and of no more than fit into the bytes: those of both
+# models, float32. 256 x 154,880 are 151 MiB of each.
 POSITION_BLOCK = 256
+LOGITS_BYTES = 512 << 20
 
 WindowPositions = tuple[tuple[str, Positions], ...]  # by window id
 
@@ -120,7 +122,7 @@ def measure_fidelity(
         op_table=passes[0].ops,
         settings={
             **lane.describe(),
-            "position_block": POSITION_BLOCK,
+            "position_block": position_block(config.text.vocab_size),
             "capture": {"key": captured.key, "sha256": captured.sha256},
             "hidden_sha256": [each.hidden_sha256 for each in passes],
         },
@@ -145,14 +147,19 @@ def compare_networks(
     return tuple(found)
 
 
+def position_block(vocabulary: int) -> int:
+    """Positions whose logits exist at once."""
+    return max(1, min(POSITION_BLOCK, LOGITS_BYTES // (2 * 4 * vocabulary)))
+
+
 def window_positions(
     window: Window, hidden: tuple[Tensor, Tensor], heads: tuple[Head, Head]
 ) -> Positions:
     """hidden: states [T - 1, H] of reference and candidate, on one device."""
     targets = torch.tensor(window.token_ids[1:], dtype=torch.int64, device=hidden[0].device)
-    pieces = []
-    for start in range(0, window.num_positions, POSITION_BLOCK):
-        rows = slice(start, start + POSITION_BLOCK)
+    pieces, block = [], position_block(heads[0].linear.weight.shape[0])
+    for start in range(0, window.num_positions, block):
+        rows = slice(start, start + block)
         logits = [head.logits(states[rows]) for head, states in zip(heads, hidden, strict=True)]
         pieces.append(position_metrics(logits[0], logits[1], targets[rows]))
     return Positions.join(pieces)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from emberbox.errors import MeasureError
-from emberbox.measure.documents import read_file
+from emberbox.measure.documents import read_file, require_free
 from emberbox.measure.lanes import Lane
 from emberbox.measure.panel import Panel, Window
 from emberbox.measure.record import MAX_POSITIONS
@@ -55,10 +55,11 @@ def check_artifacts(folders: Mapping[str, Path], panel: Panel, lane: Lane) -> Gl
     return reference
 
 
-def check_output(path: Path, schema: str, *, beside: Path) -> None:
+def check_output(path: Path, schema: str, *, beside: Path, may_replace: bool = False) -> None:
     """See that a receipt can be written to `path` and its record `beside` it.
 
-    What lies there is replaced only if it is a receipt of this schema. Raises MeasureError.
+    What lies there is kept, unless it `may_replace` a receipt of this schema and a record. Raises
+    MeasureError.
     """
     if not _NAME.fullmatch(path.name) or len(os.fsencode(path.name)) > MAX_NAME_BYTES:
         raise MeasureError(
@@ -73,9 +74,11 @@ def check_output(path: Path, schema: str, *, beside: Path) -> None:
         raise MeasureError(
             f"{path}: is there already, and is not a receipt of fidelity", hint="give another name"
         )
-    if beside.exists() and not (path.exists() and beside.is_file()):
-        reason = "no receipt beside it" if beside.is_file() else "is not a file"
-        raise MeasureError(f"{beside}: is there already, and {reason}", hint="give another name")
+    if beside.exists() and not beside.is_file():
+        raise MeasureError(
+            f"{beside}: is there already, and is not a file", hint="give another name"
+        )
+    require_free(path, beside, may_replace=may_replace)
 
 
 def check_command(command: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from emberbox.errors import MeasureError
 from emberbox.measure.code_version import code_version
-from emberbox.measure.documents import canonical_json, read_file
+from emberbox.measure.documents import canonical_json, read_file, require_free
 from emberbox.measure.metrics import METRIC_VERSION, Positions
 from emberbox.measure.panel import Panel
 from emberbox.measure.receipt_schema import (
@@ -39,6 +39,7 @@ from emberbox.store.strict_json import JsonObject, JsonProblem, parse_object
 
 MAX_BYTES = 16 << 20  # 10,000 windows take about 6 MB
 _MAX_LINES = 40
+_OWN_KEYS = frozenset({"panel", "lane", "record", "results"})
 
 Facts = Mapping[str, Any]
 
@@ -111,10 +112,12 @@ def run_of(windows: Windows) -> Run:
     return Run(record_digest(windows), value)
 
 
-def save(path: Path, measured: Measured, windows: Windows) -> Receipt:
+def save(path: Path, measured: Measured, windows: Windows, *, may_replace: bool = False) -> Receipt:
     """Write the record of `windows` (id, positions) and the receipt at `path` (NAME.json).
 
-    Raises MeasureError when nothing was finite, EnvironmentProblem when the disk refuses.
+    may_replace: a pair that is there already. Ended at any time, a receipt is there only with the
+    record that is its own. Raises MeasureError when nothing was finite or something is there,
+    EnvironmentProblem when the disk refuses.
     """
     if path.suffix != ".json":
         raise MeasureError(f"{path}: a receipt's name ends in .json")
@@ -124,20 +127,25 @@ def save(path: Path, measured: Measured, windows: Windows) -> Receipt:
     document = build_receipt(measured, as_stored(windows), record_path.name, digest)
     with disk_problems(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace({record_path: packed, path: file_bytes(document)})
+        require_free(path, record_path, may_replace=may_replace)
+        _write_pair({record_path: packed, path: file_bytes(document)})
         flush_folder(path.parent)
     return Receipt(path, document)
 
 
-def _replace(contents: Mapping[Path, bytes]) -> None:
-    """All are written before the first takes its place, in the order given: the receipt last, so
-    that it is never there without a record. The names on the way are no other process's."""
+def _write_pair(contents: Mapping[Path, bytes]) -> None:
+    """All are written before the first takes its place, in the order given: the receipt last, and
+    an old one is taken away first, so that none is ever there without its record. The names on the
+    way are no other process's."""
     partials = {
         target: target.with_name(f"{target.name}.{os.getpid()}.partial") for target in contents
     }
     try:
         for target, content in contents.items():
             write_file(partials[target], [content])
+        receipt = list(contents)[-1]
+        receipt.unlink(missing_ok=True)
+        flush_folder(receipt.parent)
         for target, partial in partials.items():
             partial.replace(target)
     finally:
@@ -201,6 +209,7 @@ def load(path: Path) -> Receipt:
         document = parse_object(read_file(path, MAX_BYTES))
     except JsonProblem as problem:
         raise MeasureError(f"{path}: {problem}") from None
+    _require_kind(document, path)
     return Receipt(path, _of_right_form(document, str(path)))
 
 
@@ -219,6 +228,21 @@ def seal_of(document: Mapping[str, object]) -> str:
 def file_bytes(document: Mapping[str, object]) -> bytes:
     """A receipt as it is written."""
     return canonical_json(document) + b"\n"
+
+
+def _require_kind(document: JsonObject, path: Path) -> None:
+    """Raises MeasureError, in one line, for what never meant to be a receipt of fidelity."""
+    schema = document.get("schema")
+    if schema == SCHEMA or (schema is None and document.keys() >= _OWN_KEYS):
+        return  # what else is wrong with it is told key by key
+    if {"results", "device", "date"} <= document.keys():
+        made_by = f"emberbox {document.get('emberbox')}, {document['date']}"
+        raise MeasureError(
+            f"{path}: results of a benchmark ({made_by}), not a receipt of fidelity",
+            hint="read its `results` as they are: they have no record to be computed from again",
+        )
+    said = "schema is missing" if schema is None else f"schema is {str(schema)[:80]!r}"
+    raise MeasureError(f"{path}: not a receipt of fidelity: {said}, expected {SCHEMA!r}")
 
 
 def _of_right_form(document: JsonObject, where: str) -> JsonObject:
