@@ -42,7 +42,8 @@ def artifact(folder: Path, on_bytes: OnBytes = lambda _: None) -> dict[str, obje
     map_sha256 is of the canonical list [name, dtype, shape, sha256 of the bytes] of all tensors by
     name: equal for equal weights, however they are spread over files. storage has a row per place
     in the network, format and rate; its bytes sum up to num_bytes, and bits count the scales.
-    files: every visible file. about: compression.json but for its report on each matrix.
+    files: every visible file. about: compression.json (calibration, tuning, the command) but for
+    its report on each matrix.
     Raises CheckpointError, and before any weight is read MeasureError for names and facts that a
     receipt cannot hold.
     """

@@ -1,0 +1,65 @@
+"""The verb `tune`, as people and programs call it."""
+
+import json
+
+import pytest
+
+from emberbox.cli.main import main
+from emberbox.store.checksums import verify_checksums
+from tests.helpers.nano import NANO
+
+BASE2 = NANO.with_name("ember-nano-base2")
+SMALL = ["--rows", "8", "--cols", "33", "--steps", "2", "--step-rows", "2", "--lr", "0.001"]
+FLAGS = [*SMALL, "--device", "cpu", "--log-level", "error"]
+
+
+def argv(target, *more):
+    return ["tune", str(NANO), str(BASE2), str(target), *FLAGS, *more]
+
+
+def test_json_says_what_was_gained(tmp_path, capsys):
+    target = tmp_path / "parent" / "out"
+    assert main(argv(target, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["folder"] == str(target)
+    assert found["num_bytes"] == 8_065_844
+    assert found["tuned"] == {"scales": 766, "norms": 27}
+    assert 0 < found["held_out_kl"]["written"] < found["held_out_kl"]["first"]
+    assert found["held_out_kl"]["written_step"] in (1, 2)
+    assert verify_checksums(target) > 0
+
+
+def test_people_are_told_too_and_a_second_run_is_refused(tmp_path, capsys):
+    target = tmp_path / "out"
+    assert main(argv(target)) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("held-out KL 0.")
+    assert f"{target} is complete: emberbox serve {target}" in said
+    before = (target / "README.md").read_bytes()
+    assert b" --rows 8 --cols 33 --seed 1 --steps 2 --step-rows 2 --lr 0.001" in before
+    assert main(argv(target)) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert (target / "README.md").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--steps", "0"], 2, "steps: 0, expected 1 or more"),
+        (["--lr", "2"], 2, "lr: 2.0"),
+        (["--text", "/no/such.txt"], 2, "/no/such.txt: not there"),
+        (["--device", "gpu"], 1, "'gpu' is not a device"),
+        (["--step-rows", "100000000"], 1, "a step of 3,300,000,000 tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_written(
+    tmp_path, capsys, flags, code, said
+):
+    assert main(argv(tmp_path / "out", *flags)) == code
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_usage(capsys):
+    assert main(["tune", "a", "b"]) == 2
+    assert "usage: emberbox tune" in capsys.readouterr().err
