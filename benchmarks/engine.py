@@ -1,10 +1,11 @@
 """Speed of the engine on a CPU, as ratios taken side by side in one run.
 
-    python -m benchmarks.engine [--repeats 5] [--out FILE]
+    python -m benchmarks.engine [--repeats 5] [--only two_bits] [--out FILE]
 
-Five questions, each with its bar: decode against transformers' `generate` with cache; eight streams
+Six questions, five with a bar: decode against transformers' `generate` with cache; eight streams
 against one; the first token of a second turn against a cold one; decode over HTTP against the
-engine alone; the longest silence of a running stream while a newcomer's long prompt is read. What
+engine alone; the longest silence of a running stream while a newcomer's long prompt is read; and,
+without a bar, decode of the same model compressed to two bits, which a CPU decodes once. What
 is compared runs in turn, not one after the other; figures are medians. One torch thread. Where both
 sides give tokens they must be the same tokens, or there is no figure.
 """
@@ -31,9 +32,12 @@ from emberbox.engine.request import Prompt, SamplingParams
 from emberbox.settings import EngineSettings
 
 NANO = ROOT / "models" / "ember-nano"
+TWO_BITS = ROOT / "models" / "ember-nano-base2"
 NUM_TOKENS = 128  # of a reply
 HISTORY_TOKENS = 4000
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+SETTINGS = EngineSettings(device="cpu", dtype="float32")
+DECODED_ONCE = "decoded once, at load"
 clock = time.perf_counter
 
 
@@ -41,11 +45,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "engine.json")
+    parser.add_argument(
+        "--only", nargs="+", metavar="QUESTION", choices=[q.__name__ for q in QUESTIONS]
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    llm = LLM(NANO, EngineSettings(device="cpu", dtype="float32"))
+    llm = LLM(NANO, SETTINGS)
     results = {}
-    for ask in (against_transformers, eight_streams, second_turn, over_http, while_prefilling):
+    for ask in QUESTIONS:
+        if options.only and ask.__name__ not in options.only:
+            continue
         results[ask.__name__] = ask(llm, options.repeats)
         print(ask.__name__, json.dumps(results[ask.__name__]["summary"]), flush=True)
     receipt = {**about(NANO), "repeats": options.repeats, "raw": results}
@@ -180,6 +189,25 @@ def while_prefilling(llm: LLM, repeats: int) -> dict[str, Any]:
     return {"summary": _rounded(summary), "gaps": gaps, "chunks": chunks, "steps": steps}
 
 
+def two_bits(llm: LLM, repeats: int) -> dict[str, Any]:
+    """Single-stream decode of ember-nano-base2 against ember-nano: both are float32 by then."""
+    other = LLM(TWO_BITS, SETTINGS)
+    if other.memory.lines[0].note != DECODED_ONCE:
+        raise SystemExit("the two-bit weights were not decoded at load: no figure")
+    prompt = chat_prompt(llm, "Count from 1 to 60.")
+    rates: dict[LLM, list[float]] = {llm: [], other: []}
+    for _ in range(repeats + 1):
+        for model, found in rates.items():
+            ids, times = token_times(model, prompt, GREEDY)
+            if len(ids) != NUM_TOKENS:
+                raise SystemExit(f"{len(ids)} tokens, expected {NUM_TOKENS}: no figure")
+            found.append(decode_rate(times))
+    result = _ratio(
+        "two_bits_tokens_per_second", rates[other][1:], "bf16", rates[llm][1:], bar=None
+    )
+    return result | {"two_bits_weights_sha256": about(TWO_BITS)["weights_sha256"]}
+
+
 def _prefill_alone(llm: LLM, prompt: Prompt) -> list[float]:
     """Seconds of each full chunk of a prompt without company, in a cache of its own."""
     times = []
@@ -221,12 +249,14 @@ def line_times(url: str, body: str) -> tuple[str, list[float]]:
 
 
 def _ratio(
-    name: str, upper: list[float], other: str, lower: list[float], *, bar: float
+    name: str, upper: list[float], other: str, lower: list[float], *, bar: float | None
 ) -> dict[str, Any]:
     """Median of the pairwise ratios, and the medians of both sides."""
     ratios = [a / b for a, b in zip(upper, lower, strict=True)]
     summary = {name: statistics.median(upper), other: statistics.median(lower)}
-    summary |= {"ratio": statistics.median(ratios), "at_least": bar}
+    summary["ratio"] = statistics.median(ratios)
+    if bar is not None:
+        summary["at_least"] = bar
     return {"summary": _rounded(summary), name: upper, other: lower}
 
 
@@ -238,6 +268,15 @@ def _holds(summary: dict[str, float]) -> bool:
 def _rounded(summary: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in summary.items()}
 
+
+QUESTIONS = (
+    against_transformers,
+    eight_streams,
+    second_turn,
+    over_http,
+    while_prefilling,
+    two_bits,
+)
 
 if __name__ == "__main__":
     main()

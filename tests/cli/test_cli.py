@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,6 +119,16 @@ def test_doctor_reports_machine_device_packages_and_ops(capsys):
     assert report["device"]["total_memory_bytes"] > 2**20
     assert len(report["device"]["fingerprint"]) == 16
     assert report["packages"]["torch"][0].isdigit()
+    # Everything that pyproject.toml lets a user install, what only developers need aside.
+    project = tomllib.loads((NANO.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = [
+        r
+        for n, found in project["optional-dependencies"].items()
+        if n not in ("dev", "docs")
+        for r in found
+    ]
+    needed = {re.match(r"[\w-]+", line)[0] for line in (*project["dependencies"], *extras)}
+    assert needed - {"emberbox"} <= set(report["packages"])
     assert report["ops"]["rms_norm"]
 
 

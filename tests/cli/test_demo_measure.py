@@ -9,8 +9,11 @@ import torch
 from rich.console import Console
 
 from emberbox.cli import demo, demo_compress, demo_measure, demo_run
+from emberbox.cli.chat_client import Reply
+from emberbox.cli.loading import LoadScreen
 from emberbox.cli.main import main
 from emberbox.cli.measure import write_receipt
+from emberbox.settings import EngineSettings
 from tests.helpers.nano import NANO
 from tests.measure.tiny_pair import write_pair, write_panel
 
@@ -76,13 +79,66 @@ def test_a_record_that_does_not_verify_is_a_problem(pair, monkeypatch):
     assert "demo.record.xz: ends too early" in found.problems[0]
 
 
+def answers(num_right, of=4):
+    """As asked of a served model: the first ones right."""
+    reply = Reply(
+        content="x",
+        reasoning="",
+        finish="stop",
+        num_prompt_tokens=9,
+        num_cached_tokens=0,
+        num_completion_tokens=3,
+        first_token_seconds=0.1,
+        total_seconds=0.2,
+    )
+    return tuple(
+        demo_run.Answer(
+            name=f"q{n}", question="?", expected="x", is_right=n < num_right, reply=reply
+        )
+        for n in range(of)
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "two_bits", "code"), [(4, 4, 0), (4, 3, 0), (4, 2, 1), (4, 0, 1), (3, 4, 1)]
+)
+def test_of_the_two_bit_answers_at_most_one_may_be_wrong(
+    monkeypatch, capsys, first, two_bits, code
+):
+    good = SimpleNamespace(is_right=True, to_dict=dict)
+
+    def ask_all(folder, *_):
+        return answers(two_bits if folder.name == demo.TWO_BITS else first)
+
+    monkeypatch.setattr(demo_run, "ask_all", ask_all)
+    monkeypatch.setattr(demo_compress, "compress_live", lambda *_: good)
+    monkeypatch.setattr(demo_measure, "measure_live", lambda *_: good)
+    assert main(["demo", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_right"] is (code == 0)
+    assert report["two_bits_right"] == {"count": two_bits, "at_least": 3}
+    assert main(["demo"]) == code
+    shown = capsys.readouterr().out
+    verdict = "enough" if two_bits > 2 else "too few"
+    assert f"at about two bits a weight: {two_bits} of 4 right, 3 are asked for: {verdict}" in shown
+
+
+@pytest.mark.slow
+def test_the_shipped_two_bits_answer_as_many_as_are_asked_for():
+    settings = EngineSettings(device="cpu")
+    screen = LoadScreen(Console(quiet=True), has_plan=False)
+    found = demo_run.ask_all(NANO.with_name(demo.TWO_BITS), settings, screen, lambda _: None)
+    assert len(found) == 4
+    assert sum(answer.is_right for answer in found) >= demo.TWO_BITS_RIGHT
+
+
 @pytest.mark.parametrize(("max_kl", "code"), [(10.0, 0), (1e-9, 1)], ids=["near", "too far"])
 def test_demo_fails_when_the_distance_is_too_large_and_json_carries_it(
     pair, monkeypatch, capsys, max_kl, code
 ):
     compressed = SimpleNamespace(is_right=True, to_dict=dict)
     monkeypatch.setattr(demo, "find_shipped", lambda _: pair[0])
-    monkeypatch.setattr(demo_run, "ask_all", lambda *_: ())
+    monkeypatch.setattr(demo_run, "ask_all", lambda *_: answers(4))
     monkeypatch.setattr(demo_compress, "compress_live", lambda *_: compressed)
     monkeypatch.setattr(demo_measure, "MAX_KL", max_kl)
     assert main(["demo", "--json", "--device", "cpu"]) == code

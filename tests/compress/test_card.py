@@ -33,9 +33,16 @@ FACTS = CardFacts(
     recipe_name="base2",
     recipe_text=RECIPE,
     version="0.1.0",
+    device="cuda",
 )
 BARE = dataclasses.replace(
-    FACTS, base_model=None, license=None, tags=(), calibration=None, parts=FACTS.parts[1:]
+    FACTS,
+    base_model=None,
+    license=None,
+    tags=(),
+    calibration=None,
+    parts=FACTS.parts[1:],
+    device=None,
 )
 
 
@@ -69,6 +76,7 @@ def test_the_body_holds_every_fact():
     assert "emberbox serve ember-nano-base2" in lines
     assert "emberbox compress SRC ember-nano-base2 --recipe recipe.toml" in lines
     assert RECIPE in body
+    assert "Computed with `--device` `cuda`." in body
     assert "`ember/ember-nano`" in body
     assert "emberbox 0.1.0: 2.019 bits per weight on average, 0.3 MB (252,562 bytes)" in body
 
@@ -76,7 +84,7 @@ def test_the_body_holds_every_fact():
 def test_what_is_not_known_is_not_said():
     matter, body = _front_matter(model_card(BARE))
     assert matter == {"library_name": "emberbox"}
-    for word in ("Calibration", "tr(E", "worst error", "None", "Compressed weights of"):
+    for word in ("Calibration", "tr(E", "worst error", "None", "Compressed weights of", "--device"):
         assert word not in body
 
 

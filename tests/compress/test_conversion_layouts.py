@@ -45,7 +45,7 @@ def test_the_published_file_comes_out_to_the_tensor_and_byte(published_plan):
     assert published_plan.notes == ()
 
 
-def test_its_config_says_what_the_published_one_says(published_plan):
+def test_its_config_says_what_the_published_one_says_but_for_what_is_always_done(published_plan):
     source = released_config()
     config = published_plan.config_json(source, {"rows": 250, "cols": 2048})
     assert source == released_config()
@@ -55,7 +55,7 @@ def test_its_config_says_what_the_published_one_says(published_plan):
         "bits": 2.05,
         "head_bits": 5,
         "calibration": {"rows": 250, "cols": 2048},
-        "out_scales": "auto",
+        "out_scales": "always",
         "codebook": "mul1",
         "mtp_bits": 2,
         "vision_bits": 5,

@@ -193,27 +193,3 @@ def _entry(layout, plain, name, shape, sources, mtp_layer, dtype) -> Entry:
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     widths = {"BF16": 2, "F16": 2, "I16": 2, "F32": 4, "I32": 4, "U8": 1, "F8_E4M3": 1}
     return prod(shape) * widths[dtype]
-
-
-def quantization_config(layout: Layout) -> dict[str, object]:
-    """What the published config.json says under `quantization_config`; no reader needs it."""
-    if layout.nvfp4_form == "nvfp4_reciprocal":
-        return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    if layout.nvfp4:
-        # The published list names 132 modules; none of the MTP layer, which is stored in BF16.
-        ignore = ["lm_head", "model.language_model.layers.3.self_attn*", "model.visual*"]
-        return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ignore}
-    config: dict[str, object] = {
-        "quant_method": "exl3",
-        "version": "1.4.4",
-        "bits": layout.rates["routed"],
-        "head_bits": layout.rates.get("head", 16),
-        "calibration": {"rows": 250, "cols": 2048},
-        "out_scales": "auto",
-        "codebook": layout.marker,
-    }
-    if layout.whole_model:
-        config |= {"mtp_bits": layout.mtp_rates["routed"], "vision_bits": layout.rates["vision"]}
-    if layout.rest == "fp8":
-        config["original_quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3"}
-    return config

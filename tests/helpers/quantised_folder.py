@@ -21,7 +21,8 @@ from emberbox.formats.dtypes import DTYPE_TAGS, TORCH_DTYPES
 from emberbox.store.checkpoint import open_checkpoint
 from emberbox.store.writer import CheckpointWriter
 from tests.helpers.nano import NANO
-from tests.helpers.published import MARKER_VALUES, Entry, Layout, entries, quantization_config
+from tests.helpers.published import MARKER_VALUES, Entry, Layout, entries
+from tests.helpers.published_config import json_files
 
 MTP_LAYER = 8  # of ember-nano
 SHARD_BYTES = 2_000_000
@@ -75,9 +76,8 @@ def nano_entries(layout: Layout) -> Iterator[Entry]:
 
 def _write_rest(folder: Path, layout: Layout) -> None:
     config = json.loads((NANO / "config.json").read_text())
-    config["quantization_config"] = quantization_config(layout)
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "quantization_config.json").write_text(json.dumps(quantization_config(layout)))
+    for name, text in json_files(layout, list(nano_entries(layout)), config, MTP_LAYER).items():
+        (folder / name).write_text(json.dumps(text, indent=4))
     for path in NANO.iterdir():
         if "safetensors" not in path.name and path.name != "config.json":
             shutil.copy(path, folder)

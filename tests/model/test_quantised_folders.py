@@ -100,6 +100,37 @@ def test_a_quantised_folder_answers(folder_of):
     assert 1 <= len(done[0].token_ids) <= 3
 
 
+def test_the_nvfp4_folder_has_the_published_files_and_their_contradiction(folder_of):
+    folder, _ = folder_of("nvfp4")
+    checkpoint = open_checkpoint(folder)
+    found = checkpoint.config["quantization_config"]
+    assert not any(".layers.8." in name for name in found["ignore"])
+    assert len(found["ignore"]) == 3 + 8 + 2 * 7  # of 132: eight layers, the first one dense
+    mtp = [name for name in checkpoint.tensors if ".layers.8." in name]
+    assert not any("scale" in name for name in mtp if "hc_" not in name)
+    own = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    assert own["quant_algo"] == "MIXED_PRECISION"
+    assert {f"{module}.weight_scale" for module in own["quantized_layers"]} == {
+        name for name in checkpoint.tensors if name.endswith("weight_scale")
+    }
+    assert not (folder / "quantization_config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["whole-2.05", "experts-2-3"])
+def test_a_folder_lists_the_tensors_that_it_stores(name, folder_of):
+    folder, _ = folder_of(name)
+    checkpoint = open_checkpoint(folder)
+    listed = json.loads((folder / "quantization_config.json").read_text())
+    stored = {
+        n: t for m in listed.pop("tensor_storage").values() for n, t in m["stored_tensors"].items()
+    }
+    assert listed == checkpoint.config["quantization_config"]
+    assert {n: (tuple(t["shape"]), t["n_bytes"]) for n, t in stored.items()} == {
+        n: (info.shape, info.num_bytes) for n, info in checkpoint.tensors.items()
+    }
+    assert len({info.file for info in checkpoint.tensors.values()}) > 2
+
+
 @pytest.mark.parametrize("name", ["whole-2.05", "tiers"])
 def test_every_tensor_is_read_or_is_a_plain_copy(name, folder_of):
     folder, _ = folder_of(name)

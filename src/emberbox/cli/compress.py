@@ -17,6 +17,7 @@ from emberbox.errors import SettingsError
 from emberbox.settings import LOG_LEVELS, LogSettings
 
 if TYPE_CHECKING:
+    from emberbox.compress.disk import Room
     from emberbox.compress.pipeline import CompressOptions, Prepared
     from emberbox.compress.pipeline import Progress as Written
     from emberbox.compress.recipe import Budget
@@ -30,8 +31,8 @@ EXAMPLE = """example:
   emberbox compress models/ember-nano /tmp/nano-base2 --recipe base2
 
 recipes: base2, base2.5, base3, base4, base2-published, measured, nvfp4, fp8-block, or a TOML file.
---plan says what would be written and how much memory and disk it takes; of a FILE of --sensitivity
-that is missing it writes that.
+--plan says what would be written, how much memory and disk it takes, and whether it could begin in
+DST now; of a FILE of --sensitivity that is missing it writes that.
 Ended at any time, the same command with --resume goes on after the last complete layer."""
 
 
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan, show, write; exit code 0 when DST is complete."""
     from emberbox import logs
+    from emberbox.compress.disk import look
     from emberbox.compress.pipeline import compress, prepare
     from emberbox.compress.recipe import load_recipe
 
@@ -87,13 +89,19 @@ def run(args: argparse.Namespace) -> int:
     console.print(_table(prepared))
     for note in prepared.plan.notes:
         console.print(f"note: {note}", markup=False)
+    room = look(args.folder, prepared.checkpoint.folder, prepared.job, resume=args.resume)
+    console.print(
+        f"disk: {decimal(room.needed)} needed, {decimal(room.free)} free in {room.place}",
+        markup=False,
+    )
     if not args.plan:
         with _Bar(console) as bar:
             search = _search(options, is_needed=prepared.calibration is not None)
             compress(prepared, args.folder, search, bar.written, bar.verified)
         console.print(f"{args.folder} is complete: emberbox serve {args.folder}", markup=False)
     if args.json:
-        print(json.dumps(_as_json(prepared, None if args.plan else args.folder)))
+        written = None if args.plan else args.folder
+        print(json.dumps(_as_json(prepared, room) | {"folder": written and str(written)}))
     return 0
 
 
@@ -186,7 +194,7 @@ def _needs(prepared: "Prepared") -> dict[str, int]:
     }
 
 
-def _as_json(prepared: "Prepared", folder: Path | None) -> dict[str, object]:
+def _as_json(prepared: "Prepared", room: "Room") -> dict[str, object]:
     plan, found = prepared.plan, prepared.calibration
     return {
         "recipe": plan.recipe.name,
@@ -196,7 +204,7 @@ def _as_json(prepared: "Prepared", folder: Path | None) -> dict[str, object]:
         "notes": list(plan.notes),
         "calibration": found and {"source": found.source, "rows": len(found.token_ids)},
         "needs": _needs(prepared),
-        "folder": str(folder) if folder else None,
+        "disk": {"needed_bytes": room.needed, "free_bytes": room.free, "place": str(room.place)},
     }
 
 

@@ -21,11 +21,15 @@ EXAMPLE = """example:
 
 Without a folder also a part of the shipped two-bit model is compressed again and compared, its
 distance from the first is measured on a short panel, and it is asked the same. exit code 0 only
-when all answers of the first are right, what was compressed is as it was, and the receipt verifies
-with a distance near the known one. Needs the packages openai and numba."""
+when all answers of the first are right, what was compressed is as it was, the receipt verifies with
+a distance near the known one, and of the two-bit model's answers at most one is wrong. Needs the
+packages openai and numba."""
 
 SHIPPED = Path("models") / "ember-nano"
 TWO_BITS = "ember-nano-base2"  # beside it: what `emberbox compress` made of it by the recipe base2
+# Of its four answers. It gave all four on two Xeon cores (2026-11-30); two bits are worse than BF16
+# and sums differ between machines, so one may be wrong.
+TWO_BITS_RIGHT = 3
 NEXT_STEPS = """where to go next (`. .venv/bin/activate` puts emberbox on the path):
   emberbox chat {folder}
       talk to it in the terminal; a second turn starts from what is cached
@@ -65,25 +69,41 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, object] = {"model": str(folder), "questions": found}
     made = folder.with_name(TWO_BITS)
     if args.path is None and (made / "config.json").is_file():
-        import torch
-
-        from emberbox.cli.demo_compress import compress_live
-        from emberbox.cli.demo_measure import measure_live
-
-        torch.set_num_threads(1)  # as the engine on its own thread: more wait for each other
-        compressed = compress_live(folder, made, console)
-        is_right &= compressed.is_right
-        result["compressed"] = compressed.to_dict()
-        measured = measure_live(folder, made, settings.device, console)
-        is_right &= measured.is_right
-        result["measured"] = measured.to_dict()
-        result["two_bits"] = again = _ask(made, settings, console)
-        count = sum(bool(question["is_right"]) for question in again)
-        console.print(f"at about two bits a weight: {count} of {len(again)} right")
+        more, is_still_right = _two_bits(folder, made, settings, console)
+        result |= more
+        is_right &= is_still_right
     if args.json:
         print(json.dumps({"is_right": is_right, **result}))
     console.print(NEXT_STEPS.format(folder=folder), markup=False)
     return 0 if is_right else 1
+
+
+def _two_bits(
+    folder: Path, made: Path, settings: EngineSettings, console: Console
+) -> tuple[dict[str, object], bool]:
+    """Compress a part again, measure, ask the two bits: for JSON, and whether all is well."""
+    import torch
+
+    from emberbox.cli.demo_compress import compress_live
+    from emberbox.cli.demo_measure import measure_live
+
+    torch.set_num_threads(1)  # as the engine on its own thread: more wait for each other
+    compressed = compress_live(folder, made, console)
+    measured = measure_live(folder, made, settings.device, console)
+    answers = _ask(made, settings, console)
+    count = sum(bool(question["is_right"]) for question in answers)
+    is_enough = count >= TWO_BITS_RIGHT
+    console.print(
+        f"at about two bits a weight: {count} of {len(answers)} right, {TWO_BITS_RIGHT} are asked "
+        f"for: {'[green]enough[/green]' if is_enough else '[red]too few[/red]'}"
+    )
+    result: dict[str, object] = {
+        "compressed": compressed.to_dict(),
+        "measured": measured.to_dict(),
+        "two_bits": answers,
+        "two_bits_right": {"count": count, "at_least": TWO_BITS_RIGHT},
+    }
+    return result, compressed.is_right and measured.is_right and is_enough
 
 
 def _ask(folder: Path, settings: EngineSettings, console: Console) -> list[dict[str, object]]:

@@ -37,8 +37,11 @@ PACKAGES = (
     "prometheus-client",
     "rich",
     "triton",
+    "numba",
     "cuda-core",
+    "cuda-bindings",
     "nvidia-cuda-nvrtc",
+    "nvidia-cuda-runtime",
     "openai",
 )
 

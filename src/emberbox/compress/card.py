@@ -39,7 +39,10 @@ class CalibrationFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """All that a card says. `base_model` is a hub id, or a name if there is none."""
+    """All that a card says. `base_model` is a hub id, or a name if there is none.
+
+    device: what computed, cpu or cuda; None if it is not known.
+    """
 
     name: str
     base_model: str | None
@@ -52,6 +55,7 @@ class CardFacts:
     recipe_name: str
     recipe_text: str
     version: str
+    device: str | None = None
     library_name: str = "emberbox"
 
 
@@ -73,6 +77,7 @@ def model_card(facts: CardFacts) -> str:
         "`SHA256SUMS` lists the sha256 of every file; `sha256sum -c SHA256SUMS` compares them.",
         "## How it was made",
         _fenced(f"emberbox compress SRC {_shell_word(facts.name)} --recipe recipe.toml", "sh"),
+        *_device(facts.device),
         f"Recipe {_code(facts.recipe_name)}:",
         _fenced(facts.recipe_text.rstrip("\n"), "toml"),
     ]
@@ -132,6 +137,15 @@ def _calibration(facts: CalibrationFacts | None) -> list[str]:
         return []
     size = f"{facts.num_rows:,} rows, {facts.num_tokens:,} tokens"
     return ["## Calibration", f"{size}. Source: {_inline(facts.source)}."]
+
+
+def _device(device: str | None) -> list[str]:
+    if device is None:
+        return []
+    return [
+        f"Computed with `--device` {_code(device)}. A CPU and a GPU sum in another order, so the "
+        "other kind makes other bytes of a searched matrix now and then."
+    ]
 
 
 def _error(error: float | None) -> str:

@@ -39,6 +39,7 @@ def card_of(prepared: "Prepared", name: str, reports: Mapping[str, Mapping[str, 
         recipe_name=plan.recipe.name,
         recipe_text=plan.recipe.text,
         version=__version__,
+        device=prepared.options.device.partition(":")[0],
     )
     return model_card(facts)
 

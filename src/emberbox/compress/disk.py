@@ -5,13 +5,50 @@ Everything here is asked before a weight is read. Creates nothing.
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
+from emberbox.compress.journal import JOURNAL_NAME, Job
 from emberbox.errors import CheckpointError, EnvironmentProblem, SettingsError
 
 # Headers and index (0.2 KB a tensor, twice: 60 MB at 150,000 tensors), tokenizer, card, journal.
 OTHER_BYTES = 96 << 20
 MAX_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of disk at `place`: `needed` by a conversion from its beginning to its end, `free`."""
+
+    place: Path
+    needed: int
+    free: int
+
+
+def look(folder: Path, source: Path, job: Job, *, resume: bool) -> Room:
+    """Whether the job can begin in `folder`, as it is now. With `resume` more may be there already.
+
+    Raises what beginning it would raise: SettingsError, EnvironmentProblem, CheckpointError.
+    """
+    require_apart(source, folder)
+    require_writable(folder)
+    units = job.unit_bytes.values()
+    room = _room(folder, sum(units) + max(units) + 2 * job.state_bytes)
+    if resume:
+        return room
+    if (folder / JOURNAL_NAME).exists():
+        raise CheckpointError(
+            f"{folder}: holds the beginning of a conversion",
+            hint="ask to resume it, choose another folder, or remove this one",
+        )
+    require_only(folder, frozenset(), "choose a new or an empty folder")
+    require_space(
+        folder,
+        output_bytes=sum(units),
+        unit_bytes=max(units),
+        state_bytes=2 * job.state_bytes,
+    )
+    return room
 
 
 def require_apart(source: Path, folder: Path) -> None:
@@ -50,17 +87,21 @@ def require_space(folder: Path, *, output_bytes: int, unit_bytes: int, state_byt
     The largest unit because its tensors lie on disk beside the shards made of them. Raises
     EnvironmentProblem that says what is needed, free, and where.
     """
-    needed = output_bytes + unit_bytes + state_bytes + OTHER_BYTES
-    place = nearest_existing(folder)
-    free = shutil.disk_usage(place).free
-    if free < needed:
+    room = _room(folder, output_bytes + unit_bytes + state_bytes)
+    if room.free < room.needed:
         raise EnvironmentProblem(
-            f"{place}: {_gb(needed)} needed, {_gb(free)} free "
+            f"{room.place}: {_gb(room.needed)} needed, {_gb(room.free)} free "
             f"({_gb(output_bytes)} of weights to write, {_gb(unit_bytes)} for the largest unit "
             f"while it is put together, {_gb(state_bytes)} of state to resume from, "
             f"{_gb(OTHER_BYTES)} for the rest)",
             hint="free some space or choose a folder on another disk",
         )
+
+
+def _room(folder: Path, num_bytes: int) -> Room:
+    """With what is needed beside `num_bytes`."""
+    place = nearest_existing(folder)
+    return Room(place, num_bytes + OTHER_BYTES, shutil.disk_usage(place).free)
 
 
 def nearest_existing(folder: Path) -> Path:

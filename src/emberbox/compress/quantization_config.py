@@ -109,7 +109,8 @@ def _exl3(
     }
     if calibration is not None:
         config["calibration"] = dict(calibration)
-    config |= {"out_scales": "auto", "codebook": max(books, key=lambda book: books[book])}
+    # Not "auto", which drops some: every matrix here is divided by the sizes of its outputs.
+    config |= {"out_scales": "always", "codebook": max(books, key=lambda book: books[book])}
     for key, part in (("mtp_bits", Part.MTP), ("vision_bits", Part.VISION)):
         bits = _usual_bits(_quantised(items, part))
         if bits != PLAIN_BITS:

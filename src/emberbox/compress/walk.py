@@ -130,13 +130,7 @@ class Walk:
         text, prefix = self.config.text, mtp_prefix(self.config)
         params = self._params(prefix, items)
         rest, attention, mlp = _split(prefix, items)
-        hidden = torch.stack([self._hidden(slice(r, r + 1)) for r in range(self.num_rows)]).cpu()
-        following = self._embedded(self.token_ids[:, 1:].flatten())
-        following = following.reshape(self.num_rows, self.length - 1, -1)
-        following[:, 0] = 0  # as the network does at position 0
-        norms = [self._norm(params, f"{prefix}{name}.weight") for name in ("enorm", "hnorm")]
-        pairs = zip(norms, (following, hidden[:, :-1]), strict=True)
-        self.values = torch.cat([norm(x.to(self.device)).cpu() for norm, x in pairs], -1)
+        self.values = self._pairs(params, prefix)
         self.length -= 1
         joins = [item for item in rest if item.name == f"{prefix}eh_proj"]
         yield from self.encoder([item for item in rest if item not in joins], _nothing)
@@ -206,6 +200,19 @@ class Walk:
             yield encoded
         for item in downs.values():
             routing.add_expert(weights, item)
+
+    def _pairs(self, params: Params, prefix: str) -> Tensor:
+        """[R, T - 1, 2 H]: embedding of the next token, state of this one. Nothing lies twice."""
+        enorm, hnorm = (self._norm(params, f"{prefix}{n}.weight") for n in ("enorm", "hnorm"))
+        table = self.source.raw(f"{TEXT}embed_tokens.weight")
+        size = self.config.text.hidden_size
+        pairs = torch.empty(self.num_rows, self.length - 1, 2 * size, dtype=self.dtype)
+        for row, ids in enumerate(self.token_ids):
+            following = table[ids[1:]].to(self.device, self.dtype)
+            following[0] = 0  # as the network does at position 0
+            hidden = self._hidden(slice(row, row + 1))[:-1]
+            pairs[row] = torch.cat([enorm(following), hnorm(hidden)], -1).cpu()
+        return pairs
 
     # -- helpers ----------------------------------------------------------------------------------
 
