@@ -11,6 +11,7 @@ base = "base2"
 new = "ours2"
 seeds = [0, 1, 2]       # may be left out; base-0 against new-0 and so on, then the mean over them
 
+[texts]                 # digest of a text given by --text -> the command that makes it, its path
 [before]                # commands that stand before a receipt's own
 ours2-0 = ["emberbox ..."]
 
@@ -105,12 +106,14 @@ class Pair:
 @dataclass(frozen=True)
 class Plan:
     """table.toml: domains of natural text, patterns of receipts that may be missing, pairs, and
-    commands that a receipt cannot tell, by its name: what comes before its own."""
+    commands that a receipt cannot tell, by its name: what comes before its own. texts: digest of a
+    text that was given by its path -> the command that makes it, and the path."""
 
     natural: tuple[str, ...] = ()
     planned: tuple[str, ...] = ()
     pairs: tuple[Pair, ...] = ()
     before: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def main() -> int:
@@ -176,6 +179,7 @@ def read_plan(path: Path) -> Plan:
         raise MeasureError(f"{path}: not TOML: {error}") from None
     natural, planned = found.pop("natural", []), found.pop("planned", [])
     pairs, before = found.pop("pair", []), found.pop("before", {})
+    made = found.pop("texts", {})
     texts = [*natural, *planned, *(pair.get(key) for pair in pairs for key in ("base", "new"))]
     if any(not {"base", "new"} <= set(pair) <= {"base", "new", "seeds"} for pair in pairs):
         raise MeasureError(f"{path}: each [[pair]] has a base and a new, and nothing but seeds")
@@ -191,6 +195,7 @@ def read_plan(path: Path) -> Plan:
         tuple(planned),
         tuple(Pair(pair["base"], pair["new"], tuple(pair.get("seeds", ()))) for pair in pairs),
         before,
+        made,
     )
 
 
@@ -250,8 +255,13 @@ def _commands(receipt: Receipt, plan: Plan) -> str:
     new receipt goes to OUT."""
     words = shlex.split(receipt["command"])
     source, result = words[3:5]
-    lines = [*plan.before.get(receipt.name, ()), *_made_by(receipt["candidate"]["about"], result)]
+    about = receipt["candidate"]["about"]
+    lines = [*plan.before.get(receipt.name, ()), *_made_by(about, result)]
     places = {"SRC": source, "DST": result, SENSITIVITY: f"receipts/nano/recipes/{SENSITIVITY}"}
+    text = about.get("tuning", {}).get("text", {}).get("sha256")
+    if text in plan.texts:
+        make, places["TEXT"] = plan.texts[text]
+        lines.insert(0, make)
     filled = [" ".join(places.get(word, word) for word in line.split(" ")) for line in lines]
     if "-o" in words:
         words[words.index("-o") + 1] = f"{OUT}/{receipt.path.name}"

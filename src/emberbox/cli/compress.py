@@ -184,9 +184,7 @@ def _needs(prepared: "Prepared") -> dict[str, int]:
     """Beside the result: disk and memory in bytes."""
     if prepared.calibration is None:
         return {}
-    weighing = {"memory for output weights": prepared.weighing_bytes}
     return {
-        **(weighing if prepared.weighing_bytes else {}),
         "disk for the calibration text": 2 * prepared.state_bytes,
         "memory for the calibration text": prepared.activation_bytes,
         "memory for a group of experts and its moments": prepared.moments_bytes,

@@ -12,17 +12,13 @@ from torch import Tensor
 
 from emberbox.compress.conversion_items import Item, joined
 from emberbox.compress.hessian import Hessian, HessianSum
-from emberbox.compress.output_weights import OutputWeights, sum_for
 from emberbox.errors import OpError
 from emberbox.model.weights import WEIGHT
 from emberbox.ops.table import OpTable
 
 
 class Recorder:
-    """`ops` is `plain` with a product that records; `params` hold the weights it will be given.
-
-    weights: of the tokens, at each product; None: all count alike.
-    """
+    """`ops` is `plain` with a product that records; `params` hold the weights it will be given."""
 
     def __init__(
         self,
@@ -30,9 +26,8 @@ class Recorder:
         params: Mapping[str, Tensor],
         base: OpTable,
         device: torch.device,
-        weights: OutputWeights | None = None,
     ) -> None:
-        self.device, self.weights = device, weights
+        self.device = device
         self._sums: dict[str, HessianSum] = {}
         self._means: dict[str, Hessian] = {}
         self._by_weight: dict[int, HessianSum] = {}
@@ -53,7 +48,7 @@ class Recorder:
         """The first weight of those that share an input is the one that adds."""
         key = joined(item.name)
         if key not in self._sums:
-            self._sums[key] = sum_for(self.weights, key, item.shape[1], device)
+            self._sums[key] = HessianSum(item.shape[1], device)
             self._by_weight[id(params[item.sources[0] + WEIGHT])] = self._sums[key]
 
     def hessian(self, item: Item) -> Hessian:

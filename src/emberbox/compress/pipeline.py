@@ -34,7 +34,6 @@ from emberbox.compress.journal import JOURNAL_NAME, Job
 from emberbox.compress.keep_map import Heaviest
 from emberbox.compress.moments import unknown
 from emberbox.compress.output import Output
-from emberbox.compress.output_weights import output_weights, weighing_bytes
 from emberbox.compress.quantize_exl3 import group_bytes
 from emberbox.compress.recipe import Recipe
 from emberbox.compress.routing import moments_bytes
@@ -166,14 +165,6 @@ class Prepared:
         return max((moments_bytes(items, *chosen) for items in layers.values()), default=0)
 
     @property
-    def weighing_bytes(self) -> int:
-        """Of memory, before the first layer, to see which tokens matter where."""
-        if self.calibration is None or self.plan.recipe.output_power is None:
-            return 0
-        shape = self.calibration.token_ids.shape
-        return weighing_bytes(self.config, self.checkpoint, shape, self.options.device)
-
-    @property
     def activation_bytes(self) -> int:
         """Of memory for the calibration text."""
         if self.calibration is None:
@@ -265,12 +256,6 @@ def _require_memory(prepared: Prepared) -> None:
     """Raises MemoryRefused if what the plan counts is more than there is."""
     needed = prepared.activation_bytes + prepared.moments_bytes + prepared.search_bytes
     free = Device.detect(prepared.options.device).free_memory_bytes()
-    if prepared.weighing_bytes > free:
-        raise MemoryRefused(
-            f"compress: output weights take {decimal(prepared.weighing_bytes)}, the network in "
-            f"float32 and a row on its way back; {decimal(free)} of memory are free",
-            hint='lower cols, or leave output_weights at "none"',
-        )
     if needed > free:
         raise MemoryRefused(
             f"compress: {decimal(prepared.activation_bytes)} for the calibration text, "
@@ -304,10 +289,8 @@ class _Run:
         left = [name for name in groups if name not in self.output.done]
         walk = None
         if prepared.calibration and any(name.startswith(REACHED) for name in left):
-            recipe, ids = prepared.plan.recipe, prepared.calibration.token_ids
-            # Made again where a conversion goes on: the same weights, in less time than a layer.
-            weights = output_weights(source, prepared.plan, ids, device)
-            walk = Walk(encoder, ids, recipe.shrink_tokens, weights)
+            shrink = prepared.plan.recipe.shrink_tokens
+            walk = Walk(encoder, prepared.calibration.token_ids, shrink)
             self._restore(walk, [name for name in groups if name.startswith(LAYER)])
         for name, items in groups.items():
             self.progress.unit = name

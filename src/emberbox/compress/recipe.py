@@ -7,7 +7,6 @@ lowest_bits = 2                # where the budget starts from
 sensitivity = "sensitivity.json" # beside it, how the budget is spent: see sensitivity.py
 expert_moments = "routed"      # or "all", the default: which tokens an expert is fitted to
 shrink_tokens = 256            # of "routed": tokens of the layer's mean beside an expert's own
-output_weights = "gradient"    # or "root", or "none", the default: see output_weights.py
 
 [[rule]]                       # the last rule that matches a module decides; no rule: it moves
 match = "**.mlp.experts.**"    # one pattern or several: * stays between dots, ** does not
@@ -46,7 +45,6 @@ BITS = tuple(sorted(num_words / 16 for num_words in RATES))
 SENSITIVITY_NAME = "sensitivity.json"
 EXPERT_MOMENTS = ("all", "routed")
 SHRINK_TOKENS = 256
-OUTPUT_WEIGHTS = {"none": None, "gradient": 1.0, "root": 0.5}
 MAX_SHRINK_TOKENS = 1 << 30
 MAX_RECIPE_BYTES = 1 << 24
 MAX_BUDGET_BYTES = 1 << 50
@@ -60,7 +58,6 @@ TOP_KEYS = (
     "sensitivity",
     "expert_moments",
     "shrink_tokens",
-    "output_weights",
     "rule",
     "keep",
 )
@@ -119,7 +116,6 @@ class Recipe:
     beside the recipe.
     shrink_tokens: experts are fitted to the tokens that choose them, see compress.routing; None:
     to all tokens.
-    output_power: of the weights of tokens, see compress.output_weights; None: all count alike.
     """
 
     name: str
@@ -132,7 +128,6 @@ class Recipe:
     lowest_bits: float = 1.0
     keep: KeepMap | Heaviest | None = None
     shrink_tokens: int | None = None
-    output_power: float | None = None
     sensitivity: str | None = None
     budget: "Budget | None" = None
 
@@ -221,7 +216,6 @@ def parse_recipe(
         budget_bytes=reader.value(data, "budget_bytes", range(1, MAX_BUDGET_BYTES)),
         lowest_bits=float(reader.value(data, "lowest_bits", BITS) or BITS[0]),
         shrink_tokens=_shrink_tokens(data, reader),
-        output_power=_output_power(data, reader),
         keep=read_keep_map(data["keep"], folder, reader.problems) if "keep" in data else None,
     )
     reader.problems += _contradictions(recipe, data)
@@ -240,10 +234,6 @@ def _shrink_tokens(data: Mapping[str, object], reader: "_Reader") -> int | None:
     found = reader.value(data, "shrink_tokens", range(1, MAX_SHRINK_TOKENS + 1))
     moments = reader.value(data, "expert_moments", EXPERT_MOMENTS)
     return (found or SHRINK_TOKENS) if moments == "routed" else None
-
-
-def _output_power(data: Mapping[str, object], reader: "_Reader") -> float | None:
-    return OUTPUT_WEIGHTS[reader.value(data, "output_weights", tuple(OUTPUT_WEIGHTS)) or "none"]
 
 
 def _contradictions(recipe: Recipe, data: Mapping[str, object]) -> Iterator[str]:

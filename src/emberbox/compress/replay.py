@@ -21,7 +21,6 @@ from emberbox.compress.conversion_items import Item
 from emberbox.compress.encode import Encoded, Encoder
 from emberbox.compress.hessian import Hessian
 from emberbox.compress.keep_map import KEPT_NAME, Heaviest, read_keep_map
-from emberbox.compress.output_weights import output_weights
 from emberbox.compress.pipeline import LAYER, CompressOptions, Prepared, prepare
 from emberbox.compress.recipe import parse_recipe
 from emberbox.compress.source import Source
@@ -92,9 +91,8 @@ def compress_again(
         frozenset(names),
     )
     assert prepared.calibration is not None, "its recipe has a trellis"
-    plan, ids = prepared.plan, prepared.calibration.token_ids
-    weights = output_weights(encoder.source, plan, ids, encoder.device)
-    walk = Walk(encoder, ids, plan.recipe.shrink_tokens, weights)
+    shrink = prepared.plan.recipe.shrink_tokens
+    walk = Walk(encoder, prepared.calibration.token_ids, shrink)
     walk.begin()
     left = set(names)
     for unit, items in prepared.plan.groups().items():

@@ -13,7 +13,6 @@ from emberbox.compress.conversion_items import Item, joined
 from emberbox.compress.encode import group_size
 from emberbox.compress.hessian import Hessian, HessianSum, working_dtype
 from emberbox.compress.moments import Recorder, mean_of
-from emberbox.compress.output_weights import product_of, sum_for
 from emberbox.compress.source import expert_of
 from emberbox.model.batch import Span
 from emberbox.model.config import TextConfig
@@ -74,8 +73,7 @@ class Routing:
         self.config, self.recorder, self.prefix = config, recorder, prefix
         self.ops, self.device = recorder.plain, recorder.device
         self.moe = MixtureOfExperts(config, recorder.ops, params, prefix, 0)
-        self.product = product_of(f"{prefix}experts.0")
-        self.sum = sum_for(recorder.weights, self.product, config.hidden_size, self.device)
+        self.sum = HessianSum(config.hidden_size, self.device)
         self.inputs: list[Tensor] = []  # [n, H] of each chunk
         self.chosen: list[Tensor] = []  # [n, k] int64
         self.weights: list[Tensor] = []  # [n, k] float32
@@ -118,8 +116,6 @@ class Routing:
 
             (n sum g^2 x x^T / sum g^2 + shrink_tokens C_all) / (n + shrink_tokens)
 
-        With output weights s a token counts s times, s g^2 in place of g^2.
-
         num_rows is then n; an expert that no token chose has the moments, and the rows, of all.
         """
         if shrink_tokens is None and not item.projection.endswith("down_proj"):
@@ -137,8 +133,7 @@ class Routing:
         if shrink_tokens is None:
             return every
         own, mass, count = HessianSum(item.shape[1], self.device), 0.0, 0
-        for (x, rows, share), roots in zip(self._tokens_of(item), self._roots(), strict=True):
-            share = share if roots is None else share * roots[rows]
+        for x, rows, share in self._tokens_of(item):
             inner = self._inner(x[rows], weights, item.name) if is_down else x[rows]
             own.add(inner.to(own.dtype) * share[:, None])
             mass, count = mass + float(share.double().square().sum()), count + len(rows)
@@ -147,17 +142,8 @@ class Routing:
         mean = own.total * (count / mass) + every.matrix * shrink_tokens
         return Hessian(mean / (count + shrink_tokens), count)
 
-    def _roots(self) -> Iterator[Tensor | None]:
-        """Of each chunk: the roots of the weights of its tokens [n], if they have some."""
-        every = self.recorder.weights
-        weights = None if every is None else every.of(self.product)
-        sizes = [len(x) for x in self.inputs]
-        if weights is None:
-            return iter([None] * len(sizes))
-        return iter(torch.split(weights.sqrt().to(self.device), sizes))
-
     def _inner_mean(self, weights: Mapping[str, Tensor], down: Item) -> Hessian:
-        total = sum_for(self.recorder.weights, self.product, down.shape[1], self.device)
+        total = HessianSum(down.shape[1], self.device)
         for x in self.inputs:
             total.add(self._inner(x, weights, down.name))
         return mean_of(total, down.name)

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from emberbox.compress.conversion_items import Item
 from emberbox.compress.encode import Encoded, Encoder
-from emberbox.compress.hessian import Hessian
+from emberbox.compress.hessian import Hessian, HessianSum
 from emberbox.compress.moments import Recorder, mean_of
-from emberbox.compress.output_weights import OutputWeights, sum_for
 from emberbox.compress.routing import Routing, expert_group_size
 from emberbox.compress.source import EXPERTS, expert_of
 from emberbox.errors import CheckpointError, OpError
@@ -54,19 +53,15 @@ def activation_bytes(config: TextConfig, num_tokens: int, item: int) -> int:
 class Walk:
     """token_ids [R, T]. `encoder.device` computes; the text waits on the CPU.
 
-    shrink_tokens: of the moments of routed experts, see Routing.moments. weights: of the tokens.
+    shrink_tokens: of the moments of routed experts, see Routing.moments.
     """
 
     def __init__(
-        self,
-        encoder: Encoder,
-        token_ids: Tensor,
-        shrink_tokens: int | None = None,
-        weights: OutputWeights | None = None,
+        self, encoder: Encoder, token_ids: Tensor, shrink_tokens: int | None = None
     ) -> None:
         self.encoder, self.source, self.device = encoder, encoder.source, encoder.device
         self.config = encoder.source.config
-        self.token_ids, self.shrink_tokens, self.weights = token_ids, shrink_tokens, weights
+        self.token_ids, self.shrink_tokens = token_ids, shrink_tokens
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.ops = bind_all(self.device)
         self.num_rows, self.length = token_ids.shape
@@ -119,7 +114,7 @@ class Walk:
 
     def head(self, items: Sequence[Item]) -> Iterator[Encoded]:
         """Final norm and head; the text stays where it is."""
-        total = sum_for(self.weights, "lm_head", self.config.text.hidden_size, self.device)
+        total = HessianSum(self.config.text.hidden_size, self.device)
         for rows, _ in self._chunks():
             total.add(self._hidden(rows))
         mean = mean_of(total, "lm_head")
@@ -147,7 +142,7 @@ class Walk:
     def _sublayer(
         self, items: Sequence[Item], params: Params, build: Build, around: Around
     ) -> Iterator[Encoded]:
-        recorder = Recorder(items, params, self.ops, self.device, self.weights)
+        recorder = Recorder(items, params, self.ops, self.device)
         for _ in self._run(build(recorder.ops, params), around):
             pass
         for encoded in self.encoder(items, recorder.hessian):
@@ -160,8 +155,9 @@ class Walk:
     ) -> Iterator[Encoded]:
         routed = [item for item in items if EXPERTS in item.name]
         shared = [item for item in items if EXPERTS not in item.name]
-        recorder = Recorder(shared, params, self.ops, self.device, self.weights)
-        routing = Routing(self.config.text, recorder, params, prefix)
+        routing = Routing(
+            self.config.text, Recorder(shared, params, self.ops, self.device), params, prefix
+        )
         for _ in self._run(routing.collect, around):
             pass
         for encoded in self.encoder(shared, routing.recorder.hessian):
