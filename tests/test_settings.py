@@ -38,6 +38,7 @@ from emberbox.settings import (
         (EngineSettings, {"snapshot_bytes": "2 GB"}),
         (EngineSettings, {"prefill_tokens": 0}),
         (EngineSettings, {"prefill_tokens": 10**6}),
+        (EngineSettings, {"verify_weights": 0}),
         (BuildSettings, {"cache": " "}),
         (ServeSettings, {"host": ""}),
         (ServeSettings, {"port": 65536}),

@@ -21,6 +21,7 @@ from emberbox.model.config import Glm5NextConfig
 from emberbox.model.parameters import Kind, parameter_table
 from emberbox.model.weights import assign, load_parameters
 from emberbox.store.checkpoint import open_checkpoint
+from emberbox.store.digests import write_digests
 from emberbox.store.writer import CheckpointWriter
 from training.parameters import released
 from training.shape import EOS_IDS, PAD_ID, config_json
@@ -50,7 +51,7 @@ def checkpoint_tensors(config: Glm5NextConfig, params: Mapping[str, Tensor]) -> 
 
 
 def export(params: Mapping[str, Tensor], config: Mapping[str, object], folder: Path) -> int:
-    """Write weights, config.json and generation_config.json; the number of bytes of tensors.
+    """Write weights, their digests and both config files; the number of bytes of tensors.
 
     Weights that are in `folder` are replaced. Raises LoadRefused if the result does not load.
     """
@@ -59,6 +60,7 @@ def export(params: Mapping[str, Tensor], config: Mapping[str, object], folder: P
         for name, tensor in tensors.items():
             data = tensor.view(-1).view(torch.uint8).numpy()
             writer.add(name, DTYPE_TAGS[tensor.dtype], tuple(tensor.shape), data)
+    write_digests(folder)
     _write_json(folder / "config.json", config)
     generation = {"do_sample": False, "eos_token_id": EOS_IDS, "pad_token_id": PAD_ID}
     _write_json(folder / "generation_config.json", generation)

@@ -4,6 +4,7 @@
 share of them that is committed, so that the check runs where there is no corpus. Knows no package.
 """
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -86,11 +87,13 @@ class Sketch:
     @classmethod
     def read(cls, path: Path) -> "Sketch":
         raw = json.loads(path.read_text(encoding="utf-8"))
-        return cls(*(np.array([int(h, 16) for h in raw[k]], np.uint64) for k in ("lines", "runs")))
+        found = (np.frombuffer(base64.b64decode(raw[k]), "<u8") for k in ("lines", "runs"))
+        return cls(*(hashes.astype(np.uint64) for hashes in found))
 
     def write(self, path: Path, about: dict[str, object]) -> None:
-        """One JSON file; `about` says what text it was made of."""
-        hashes = {k: [f"{h:x}" for h in getattr(self, k)] for k in ("lines", "runs")}
+        """One JSON file, hashes as base64 of 64-bit numbers; `about`: of what text it was made."""
+        stored = {k: getattr(self, k).astype("<u8").tobytes() for k in ("lines", "runs")}
+        hashes = {k: base64.b64encode(raw).decode() for k, raw in stored.items()}
         path.write_text(json.dumps({"about": about, **hashes}) + "\n", encoding="utf-8")
 
     def check(self, tokenizer: Tokenizer, documents: Iterable[str]) -> Overlap:

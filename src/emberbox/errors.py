@@ -19,6 +19,7 @@ EmberboxError
 │   ├── IndexProblem         the index disagrees with the files
 │   │   ├── MissingShard         listed, not on disk
 │   │   └── MisplacedTensor      not in the shard the index names
+│   ├── DamagedTensor        the bytes of a tensor are not those of its digest
 │   ├── ConfigError          config.json is incomplete, unknown or contradictory
 │   └── LoadRefused          names, shapes, dtypes or values do not fit; carries all reasons
 ├── MeasureError             a panel, capture, record or receipt is not what it should be
@@ -113,6 +114,10 @@ class MissingShard(IndexProblem):
 
 class MisplacedTensor(IndexProblem):
     """A tensor is not in the shard the index names."""
+
+
+class DamagedTensor(CheckpointError):
+    """The bytes of a tensor are not those whose digest the folder records."""
 
 
 class ConfigError(CheckpointError):

@@ -52,7 +52,8 @@ class EngineSettings:
     `max_model_len`: prompt and reply of one request, in tokens. `max_running`: requests that are
     computed at once. `cache_tokens`: tokens the cache holds, of all requests together.
     `snapshot_bytes`: memory for points that later prompts can go on from; 0 keeps none.
-    `prefill_tokens`: prompt tokens of one step, of all requests together.
+    `prefill_tokens`: prompt tokens of one step, of all requests together. `verify_weights`: compare
+    what is loaded with the folder's digests, if it has them.
     """
 
     device: str = "auto"
@@ -63,6 +64,7 @@ class EngineSettings:
     cache_tokens: int | None = None
     snapshot_bytes: int | None = None
     prefill_tokens: int = 512
+    verify_weights: bool = True
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -79,6 +81,11 @@ class EngineSettings:
         _whole_or_none("cache_tokens", self.cache_tokens, 1, MAX_TOKENS)
         _whole_or_none("snapshot_bytes", self.snapshot_bytes, 0, 2**50)
         _whole("prefill_tokens", self.prefill_tokens, 1, 65536)
+        if not isinstance(self.verify_weights, bool):
+            raise SettingsError(
+                f"verify_weights: {self.verify_weights!r} is not accepted",
+                hint="expected True or False",
+            )
         if self.cache_tokens is not None and self.cache_tokens < (self.max_model_len or 1):
             raise SettingsError(
                 f"cache_tokens: {self.cache_tokens} is less than max_model_len, "

@@ -18,7 +18,7 @@ def parsed(*words: str) -> EngineSettings:
 def test_each_engine_flag_fills_its_setting():
     words = (
         "--device cpu --dtype float32 --threads 2 --max-model-len 4096 --max-running 3 "
-        "--cache-tokens 8192 --snapshot-bytes 0 --prefill-tokens 128"
+        "--cache-tokens 8192 --snapshot-bytes 0 --prefill-tokens 128 --no-verify"
     )
     assert parsed(*words.split()) == EngineSettings(
         device="cpu",
@@ -29,6 +29,7 @@ def test_each_engine_flag_fills_its_setting():
         cache_tokens=8192,
         snapshot_bytes=0,
         prefill_tokens=128,
+        verify_weights=False,
     )
 
 

@@ -25,6 +25,7 @@ from emberbox.errors import (
 from emberbox.store import read_back
 from emberbox.store.checkpoint import open_checkpoint
 from emberbox.store.checksums import verify_checksums
+from emberbox.store.verification import verify_folder
 from tests.helpers.crash import Operations, in_child, start_child
 
 UNITS = ("embed", "layer-0", "layer-1", "layer-2", "head")
@@ -44,6 +45,15 @@ def _tensors(unit, activations):
 
 def _advance(activations, unit):
     return hashlib.sha256(activations + unit.encode()).digest()
+
+
+def _before():
+    """What each unit is made from."""
+    activations, before = b"", {}
+    for unit in UNITS:
+        before[unit] = activations
+        activations = _advance(activations, unit)
+    return before
 
 
 UNIT_BYTES = {unit: 32 * (2 + len(unit) % 2) + 8 for unit in UNITS}
@@ -210,15 +220,18 @@ def test_a_finished_folder_is_a_checkpoint(tmp_path, expected):
     assert shards == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, 10)]
     where = [checkpoint.tensors[f"{unit}.0"].file.name for unit in UNITS]
     assert where == sorted(where)  # shards in the order of the job
+    assert checkpoint.digests == {
+        name: hashlib.sha256(bytes(data)).hexdigest()[:32]
+        for unit, activations in _before().items()
+        for name, _, _, data in _tensors(unit, activations)
+    }
+    assert verify_folder(folder).faults == ()
     assert verify_checksums(folder) == len(expected) - 1
     subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
 
 
 def test_the_order_in_which_units_are_done_does_not_show(tmp_path, expected):
-    activations, before = b"", {}
-    for unit in UNITS:
-        before[unit] = activations
-        activations = _advance(activations, unit)
+    before = _before()
     with _open(tmp_path / "dst") as output:
         for unit in reversed(UNITS):
             with output.unit(unit) as writer:
@@ -522,7 +535,18 @@ def test_a_unit_is_what_the_plan_says(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["config.json", "README.md", "SHA256SUMS", "a/b", "..", ".hidden", "x.safetensors", "a\nb", ""],
+    [
+        "config.json",
+        "README.md",
+        "SHA256SUMS",
+        "tensors.sha256.json",
+        "a/b",
+        "..",
+        ".hidden",
+        "x.safetensors",
+        "a\nb",
+        "",
+    ],
 )
 def test_extra_files_take_no_name_of_ours(tmp_path, name):
     with _open(tmp_path / "dst", job=_job(unit_bytes={"embed": UNIT_BYTES["embed"]})) as output:
@@ -542,7 +566,7 @@ def test_extra_files_are_copied(tmp_path):
     with _open(folder, job=_job(unit_bytes={"embed": UNIT_BYTES["embed"]})) as output:
         output.finish(CONFIG, {"tokenizer.json": extra["tokenizer.json"]}, CARD)
     assert (folder / "tokenizer.json").read_text() == "{}"
-    assert verify_checksums(folder) == 6
+    assert verify_checksums(folder) == 7
 
 
 @pytest.mark.parametrize("at", range(12))

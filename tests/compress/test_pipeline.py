@@ -31,6 +31,7 @@ from emberbox.model.weights import assign, load_parameters
 from emberbox.ops.table import OpTable
 from emberbox.store.checkpoint import open_checkpoint
 from emberbox.store.checksums import verify_checksums
+from emberbox.store.digests import DIGESTS_NAME
 from tests.helpers.nano import NANO
 from tests.helpers.quick_search import quick_search
 
@@ -327,6 +328,7 @@ def test_a_source_with_nan_is_refused_by_tensor(tmp_path):
     name = f"{LAYER}3.mlp.experts.4.down_proj.weight"
     source = tmp_path / "source"
     shutil.copytree(NANO, source)
+    (source / DIGESTS_NAME).unlink()  # the NaN was there before them
     info = open_checkpoint(source).tensors[name]
     with info.file.open("r+b") as file:
         file.seek(info.start + 64)

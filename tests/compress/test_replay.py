@@ -9,10 +9,12 @@ from emberbox.compress import trellis_search_cpu
 from emberbox.compress.pipeline import CompressOptions, compress, prepare
 from emberbox.compress.recipe import parse_recipe
 from emberbox.compress.replay import compress_again, decoded_hashes
-from emberbox.errors import CheckpointError
+from emberbox.errors import CheckpointError, DamagedTensor
 from emberbox.store.checkpoint import open_checkpoint
+from emberbox.store.digests import write_digests
 from tests.helpers.nano import NANO
 from tests.helpers.quick_search import quick_search
+from tests.helpers.whole_folder import write_sums
 
 LAYERS = "model.language_model.layers."
 RECIPE = """
@@ -82,6 +84,10 @@ def test_the_live_part_tells_a_changed_matrix_and_a_changed_error(made, tmp_path
         first = file.read(1)
         file.seek(info.start)
         file.write(bytes([first[0] ^ 1]))
+    with pytest.raises(DamagedTensor, match=rf"{NAMES[0]}\.trellis"):
+        demo_compress.compress_live(NANO, made, console)
+    write_digests(made)  # another matrix, not a damaged one
+    write_sums(made)
     found = demo_compress.compress_live(NANO, made, console)
     assert found.differing == (NAMES[0],)
     assert not found.is_right

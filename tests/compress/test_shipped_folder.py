@@ -3,9 +3,12 @@
 import re
 from collections import defaultdict
 
+import pytest
+
 from emberbox.compress.conversion_items import joined
 from emberbox.store.checkpoint import open_checkpoint
 from emberbox.store.checksums import verify_checksums
+from emberbox.store.verification import verify_folder
 from tests.helpers.nano import NANO
 
 FOLDER = NANO.with_name("ember-nano-base2")
@@ -37,3 +40,10 @@ def test_sides_are_multiples_of_128_and_every_weight_has_its_parts():
 
 def test_the_files_are_those_of_the_checksums():
     assert verify_checksums(FOLDER) > 12
+
+
+@pytest.mark.parametrize("folder", [NANO, FOLDER], ids=lambda folder: folder.name)
+def test_every_tensor_is_that_of_its_digest(folder):
+    verdict = verify_folder(folder)
+    assert verdict.faults == ()
+    assert verdict.num_tensors == len(open_checkpoint(folder).tensors) > 600

@@ -137,14 +137,14 @@ def test_only_scales_and_norms_of_the_trunk_differ(tuned):
 
 def test_every_other_file_is_the_candidates_and_the_checksums_fit(tuned):
     folder, outcome = tuned
-    ours = {"README.md", "SHA256SUMS", "compression.json"}
+    ours = {"README.md", "SHA256SUMS", "compression.json", "tensors.sha256.json"}
     others = {p.name for p in BASE2.iterdir()} - ours
     assert {p.name for p in folder.iterdir()} == others | ours
     for name in others:
         assert (folder / name).stat().st_size == (BASE2 / name).stat().st_size
         if not name.endswith(".safetensors"):
             assert (folder / name).read_bytes() == (BASE2 / name).read_bytes()
-    assert verify_checksums(folder) == len(others) + 2
+    assert verify_checksums(folder) == len(others) + 3
     card = (folder / "README.md").read_text("utf-8")
     assert "# better\n" in card
     assert "emberbox serve better\n" in card
@@ -191,7 +191,7 @@ def write_mixed(folder: Path) -> set[str]:
             raw = value.contiguous().view(-1).view(torch.uint8).numpy()
             writer.add(name, DTYPE_TAGS[value.dtype], tuple(value.shape), raw)
     for path in NANO.iterdir():
-        if "safetensors" not in path.name:
+        if "safetensors" not in path.name and path.name != "tensors.sha256.json":
             shutil.copy(path, folder)
     return modules
 
@@ -282,6 +282,8 @@ def test_a_damaged_scale_is_named_and_nothing_is_written(tmp_path, copied):
     with info.file.open("r+b") as file:
         file.seek(info.start)
         file.write(b"\x00\x7e")  # NaN
+    for name in ("SHA256SUMS", "tensors.sha256.json"):  # made that way, not damaged later
+        (copied / name).unlink()
     prepared = prepare_tuning(NANO, copied, tmp_path / "out", FEW)
     with pytest.raises(LoadRefused, match=r"lm_head\.suh: holds NaN"):
         tune(prepared)

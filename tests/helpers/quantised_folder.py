@@ -19,6 +19,7 @@ from emberbox.formats import exl3, fp8_block, nvfp4
 from emberbox.formats.base import QuantTensor
 from emberbox.formats.dtypes import DTYPE_TAGS, TORCH_DTYPES
 from emberbox.store.checkpoint import open_checkpoint
+from emberbox.store.digests import DIGESTS_NAME
 from emberbox.store.writer import CheckpointWriter
 from tests.helpers.nano import NANO
 from tests.helpers.published import MARKER_VALUES, Entry, Layout, entries
@@ -79,7 +80,7 @@ def _write_rest(folder: Path, layout: Layout) -> None:
     for name, text in json_files(layout, list(nano_entries(layout)), config, MTP_LAYER).items():
         (folder / name).write_text(json.dumps(text, indent=4))
     for path in NANO.iterdir():
-        if "safetensors" not in path.name and path.name != "config.json":
+        if "safetensors" not in path.name and path.name not in ("config.json", DIGESTS_NAME):
             shutil.copy(path, folder)
 
 

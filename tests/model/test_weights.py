@@ -16,7 +16,7 @@ from emberbox.formats.base import QuantTensor
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.parameters import Part, parameter_table
 from emberbox.model.weights import assign, is_finite, load_parameters, parameters_from_dict
-from emberbox.store.checkpoint import open_checkpoint
+from emberbox.store.checkpoint import Checkpoint, open_checkpoint
 from tests.helpers.tiny import tiny_config, tiny_tensors, write_folder
 
 LAYERS = "model.language_model.layers."
@@ -447,17 +447,19 @@ def test_shared_expert_is_as_wide_as_the_shared_experts_together():
     assert shapes[MAIN] == (24, 40)
 
 
-def test_files_are_read_from_front_to_back(tmp_path):
+def test_files_are_read_from_front_to_back(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(write_folder(tmp_path, tiny_config(), TENSORS))
     read = []
 
-    class Recorded:
-        def read_into(self, info, buffer):
-            read.append(info)
-            checkpoint.read_into(info, buffer)
+    original = Checkpoint.read_as_it_is
 
+    def recorded(self, info, buffer):
+        read.append(info)
+        original(self, info, buffer)
+
+    monkeypatch.setattr(Checkpoint, "read_as_it_is", recorded)
     assignment = assign(CONFIG, checkpoint.tensors)
-    load_parameters(Recorded(), assignment, device="cpu", dtype=torch.bfloat16)
+    load_parameters(checkpoint, assignment, device="cpu", dtype=torch.bfloat16)
     joined = [info for info in read if "_conv1d" in info.name]  # stored apart, needed together
     assert [info.start for info in read if info not in joined] == sorted(
         info.start for info in read if info not in joined

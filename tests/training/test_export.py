@@ -11,6 +11,7 @@ from emberbox.model.network import Network
 from emberbox.model.weights import assign, load_parameters
 from emberbox.ops.table import bind_all
 from emberbox.store.checkpoint import open_checkpoint
+from emberbox.store.verification import verify_folder
 from tests.training.nano_runs import context, rough_parameters, tiny_json
 from training.context import Rows
 from training.export import ASSETS, MAX_SHARD_BYTES, checkpoint_tensors, copy_assets, export
@@ -71,6 +72,13 @@ def test_nano_fits_its_sizes(tmp_path):
     assert max(file.stat().st_size for file in shards) <= 8_000_000
     assert MAX_SHARD_BYTES < 8_000_000
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == EOS_IDS
+
+
+def test_an_exported_folder_has_digests_of_its_tensors(tmp_path):
+    for seed in (0, 1):
+        export(initial(CONFIG, seed), tiny_json(), tmp_path)
+    verdict = verify_folder(tmp_path)
+    assert (verdict.num_tensors, verdict.faults) == (len(open_checkpoint(tmp_path).tensors), ())
 
 
 def test_export_replaces_weights_that_were_there(tmp_path):

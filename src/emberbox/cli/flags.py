@@ -29,7 +29,7 @@ ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """--device, --dtype, --threads, --log-level, and those of memory and batching."""
+    """--device, --dtype, --threads, --log-level, --no-verify, and those of memory and batching."""
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the activations (default: auto)")
     parser.add_argument(
@@ -40,6 +40,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="CPU threads (default: by the model's size)",
     )
     parser.add_argument("--log-level", dest="level", choices=LOG_LEVELS, help="default: info")
+    parser.add_argument(
+        "--no-verify",
+        dest="verify_weights",
+        action="store_const",
+        const=False,
+        help="load weights without comparing them with the folder's digests",
+    )
     for flag, unit, text in MEMORY_FLAGS:
         parser.add_argument(flag, type=int, metavar=unit, help=text)
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from emberbox import __version__
-from emberbox.cli import chat, compress, demo, doctor, measure, receipt, serve, tune
+from emberbox.cli import chat, compress, demo, doctor, measure, receipt, serve, tune, verify
 from emberbox.errors import EmberboxError, SettingsError
 
-VERBS = (serve, chat, compress, tune, measure, receipt, demo, doctor)
+VERBS = (serve, chat, compress, tune, measure, receipt, verify, demo, doctor)
 # What writing to a closed pipe or a full device fails with.
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
 

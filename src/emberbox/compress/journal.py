@@ -23,7 +23,7 @@ from emberbox.store.checksums import FileDigest
 from emberbox.store.durable import flush_folder
 
 JOURNAL_NAME = "compress.journal"
-VERSION = 1
+VERSION = 2
 
 log = logging.getLogger(__name__)
 _UNIT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -54,10 +54,12 @@ class Job:
 class UnitRecord:
     """A unit that is complete: its files by name, and the state to go on from, if it has one.
 
+    tensors: name -> digest (store/digests.py) of what was read back.
     note: what the writer of the unit wants to know again, as JSON holds it.
     """
 
     files: Mapping[str, FileDigest]
+    tensors: Mapping[str, str]
     state: FileDigest | None
     note: Mapping[str, Any] = field(default_factory=dict)
 
@@ -162,7 +164,7 @@ class Journal:
             names = [name, *files]
             self.units.pop(name, None)  # done again: it counts from then on
             kept = FileDigest(**state) if state else None
-            self.units[name] = UnitRecord(files, kept, record["note"])
+            self.units[name] = UnitRecord(files, record["tensors"], kept, record["note"])
         if any(Path(name).name != name for name in names):  # nothing outside is ever touched
             raise CheckpointError(f"{self.path}: holds a path where a name should be: {names}")
 

@@ -32,6 +32,7 @@ from emberbox.store.checksums import (
     require_digest,
     sums_text,
 )
+from emberbox.store.digests import DIGESTS_NAME, digests_json, shortened
 from emberbox.store.durable import disk_problems, flush_folder, remove, write_file
 from emberbox.store.read_back import TensorDigest, digest_tensor, read_folder_back
 from emberbox.store.safetensors_header import read_header
@@ -159,8 +160,9 @@ class Output:
                 self._require_planned_bytes(name, unit)
             with disk_problems(self.folder):
                 files = read_folder_back(under_way, unit.tensors)
-                record = UnitRecord(files, unit.state, unit.note)
-                self._keep(name, record, unit.tensors)
+                tensors = {n: shortened(found.sha256) for n, found in unit.tensors.items()}
+                record = UnitRecord(files, tensors, unit.state, unit.note)
+                self._keep(name, record)
         except BaseException:
             paths = [under_way, state] + ([] if name in self.done else [self._units / name])
             with suppress(OSError):
@@ -191,7 +193,7 @@ class Output:
     def finish(
         self, config: Mapping[str, object], extra_files: Mapping[str, bytes | Path], card: str
     ) -> None:
-        """Give everything its final name, write config, card, SHA256SUMS and index, and close.
+        """Give everything its final name, write config, card, digests, SHA256SUMS and index; close.
 
         `extra_files` are bytes, or files to copy, by their names in the folder. ValueError if a
         unit is missing or a name is taken; EnvironmentProblem (disk): open again and finish again.
@@ -199,6 +201,7 @@ class Output:
         others: dict[str, bytes | Path] = {
             CONFIG_NAME: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
             CARD_NAME: card.encode(),
+            DIGESTS_NAME: self._digests(),
         }
         missing = [name for name in self.job.unit_bytes if name not in self.done]
         bad = [name for name in extra_files if name in others or not _is_free_name(name)]
@@ -229,7 +232,7 @@ class Output:
                 f"the plan says {planned}"
             )
 
-    def _keep(self, name: str, record: UnitRecord, tensors: Iterable[str]) -> None:
+    def _keep(self, name: str, record: UnitRecord) -> None:
         """Move what is under way to its place, then journal it; then the old state may go."""
         if record.state:
             (self._work / "state").replace(self._states / name)
@@ -237,7 +240,7 @@ class Output:
         (self._work / "under-way").replace(self._units / name)
         flush_folder(self._units)
         self._journal.add_unit(name, record)
-        self._tensors.update(dict.fromkeys(tensors, name))
+        self._tensors.update(dict.fromkeys(record.tensors, name))
         if record.state:
             self._remove_states_but(name)
 
@@ -297,8 +300,7 @@ class Output:
             try:
                 for path in paths:
                     require_digest(path, record.files[path.name], on_bytes)
-                for path in paths:
-                    self._tensors |= dict.fromkeys(read_header(path), name)
+                self._tensors |= dict.fromkeys(record.tensors, name)
             except CheckpointError as problem:
                 log.warning("%s: unit %s is damaged and will be done again", problem, name)
                 self._journal.forget(name)
@@ -313,6 +315,10 @@ class Output:
         units = self._journal.units
         places = [(unit, file) for unit in self.job.unit_bytes for file in units[unit].files]
         return dict(zip(shard_names(len(places)), places, strict=True))
+
+    def _digests(self) -> bytes:
+        units = self._journal.units.values()
+        return digests_json({name: d for unit in units for name, d in unit.tensors.items()})
 
     def _index(self, record: FinishRecord) -> bytes:
         weight_map: dict[str, str] = {}

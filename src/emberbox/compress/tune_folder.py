@@ -15,6 +15,7 @@ from emberbox.errors import CheckpointError, EnvironmentProblem
 from emberbox.measure.documents import canonical_json
 from emberbox.store.checkpoint import Checkpoint
 from emberbox.store.checksums import READ_BYTES, SUMS_NAME, sums_text
+from emberbox.store.digests import DIGESTS_NAME, digests_json, shortened
 from emberbox.store.durable import disk_problems, flush_folder, remove, write_file
 from emberbox.store.read_back import TensorDigest, digest_tensor, read_back
 from emberbox.store.safetensors_header import TensorInfo
@@ -86,6 +87,7 @@ class _Writer:
         self._files = sorted(_files(candidate.folder))
         self._total = sum(path.stat().st_size for path in self._files)
         self._sums: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
         self._map: list[list[object]] = []  # as a receipt's map_sha256 is of
 
     def write(self) -> None:
@@ -94,7 +96,7 @@ class _Writer:
             by_file.setdefault(info.file, []).append(info)
         for path in self._files:
             name = path.relative_to(self._candidate.folder).as_posix()
-            if name == SUMS_NAME:
+            if name in (SUMS_NAME, DIGESTS_NAME):  # of what CANDIDATE holds
                 continue
             target = self._draft / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +106,8 @@ class _Writer:
         documents = self._contents.documents(self._digest())
         for name, data in documents.items():
             self._sums[name] = write_file(self._draft / name, [data]).sha256
+        sums = write_file(self._draft / DIGESTS_NAME, [digests_json(self._digests)])
+        self._sums[DIGESTS_NAME] = sums.sha256
         write_file(self._draft / SUMS_NAME, [sums_text(self._sums).encode()])
         for place in {(self._draft / name).parent for name in self._sums}:
             flush_folder(place)
@@ -137,6 +141,8 @@ class _Writer:
                 if len(new) != len(old):
                     raise ValueError(f"{info.name}: {len(new)} bytes in place of {len(old)}")
                 expected[info.name] = digest_tensor(info.dtype, info.shape, new)
+                if path.parent == self._candidate.folder:
+                    self._digests[info.name] = shortened(hashlib.sha256(new).hexdigest())
                 yield new
                 position = info.stop
             yield file.read()

@@ -41,7 +41,7 @@ class Loaded:
 
 def load(folder: Path, settings: EngineSettings, listener: LoadListener | None = None) -> Loaded:
     """Raises CheckpointError (every reason named), SettingsError or MemoryRefused; all but what
-    only the bytes show before a byte of weights is read.
+    only the bytes show (damage, values that are not finite) before a byte of weights is read.
 
     On a CPU quantised weights are decoded once, if the plan has room for that: no kernel reads
     them there as they are stored. Sets torch's threads, which are the process's.
@@ -49,7 +49,7 @@ def load(folder: Path, settings: EngineSettings, listener: LoadListener | None =
     found = Device.detect(settings.device)
     device = torch.device(found.torch_name)
     dtype = _dtype(settings.dtype, device)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, verify=settings.verify_weights)
     config = Glm5NextConfig.from_dict(checkpoint.config, checkpoint.mtp_config)
     assignment = assign(config, checkpoint.tensors)
     if settings.num_threads:

@@ -31,6 +31,7 @@ from emberbox.model.parameters import (
 )
 from emberbox.store.checkpoint import Checkpoint
 from emberbox.store.safetensors_header import TensorInfo
+from emberbox.store.verified_reader import VerifiedReader, ring_bytes
 
 WEIGHT = ".weight"
 STORED: Mapping[Kind, tuple[str, ...]] = {
@@ -256,21 +257,23 @@ def load_parameters(
     """Read every assigned tensor through one buffer: parameter name -> operand on `device`.
 
     Plain weights and vectors are of `dtype`, what must stay wide is float32, quantised weights are
-    QuantTensors. `on_bytes` hears the size of each tensor read. Raises LoadRefused naming every
-    tensor that holds a NaN or an infinity, or that `dtype` cannot hold.
+    QuantTensors. `on_bytes` hears the size of each tensor read. Raises DamagedTensor naming every
+    tensor that is not what its digest says, LoadRefused naming every one that holds a NaN or an
+    infinity, or that `dtype` cannot hold.
     """
     target = torch.device(device)
-    size = max((i.num_bytes for p in assignment.placements for i in p.infos()), default=0)
+    size = ring_bytes([i.num_bytes for p in assignment.placements for i in p.infos()])
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=target.type == "cuda")
 
     def read(info: TensorInfo) -> Tensor:
-        data = buffer[: info.num_bytes]
-        checkpoint.read_into(info, data.numpy())
+        start = reader.read(info)
         if on_bytes is not None:
             on_bytes(info.num_bytes)
+        data = buffer[start : start + info.num_bytes]
         return data.view(TORCH_DTYPES[info.dtype]).view(info.shape)
 
-    return _Loader(read, target, dtype, reuses_memory=True).load(assignment)
+    with VerifiedReader(checkpoint, buffer.numpy()) as reader:
+        return _Loader(read, target, dtype, reuses_memory=True).load(assignment)
 
 
 def parameters_from_dict(

@@ -1,14 +1,16 @@
-"""Open a folder of weights: config, index, and where every tensor lies. Reads no weight bytes.
+"""Open a folder of weights: config, index, and where every tensor lies; then read tensors.
 
 A checkpoint is one folder, or two: the trunk and a sub-folder `mtp/` that holds the layer for
 multi-token prediction with tensors under their released names. Each folder has one safetensors
 file, or `model.safetensors.index.json` and the shards it names. Every safetensors file in a folder
-must be accounted for. Knows no torch, and not what a tensor means.
+must be accounted for. Where a folder records digests of its tensors, what is read is held to them.
+Knows no torch, and not what a tensor means.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,13 +25,13 @@ from emberbox.errors import (
     WrongSize,
 )
 from emberbox.store.buffers import Buffer, byte_view
+from emberbox.store.digests import read_digests, require_same
 from emberbox.store.safetensors_header import TensorInfo, read_header
-from emberbox.store.strict_json import JsonObject, JsonProblem, parse_object
+from emberbox.store.strict_json import JsonObject, JsonProblem, read_object
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 MTP_FOLDER = "mtp"
-MAX_JSON_BYTES = 100_000_000
 
 _SHARD_PATTERN = re.compile(r".*-\d+-of-\d+\.safetensors")
 _INCOMPLETE = "the download is not complete, or files of two checkpoints are mixed"
@@ -40,12 +42,14 @@ class Checkpoint:
     """An opened checkpoint. `tensors` holds trunk and MTP layer together, by released name.
 
     `config` is the parsed config.json of the trunk; `mtp_config` that of `mtp/`, None without one.
+    `digests`: what the bytes of a tensor should be (digests.py), of those that are verified.
     """
 
     folder: Path
     config: JsonObject
     tensors: Mapping[str, TensorInfo]
     mtp_config: JsonObject | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -56,36 +60,48 @@ class Checkpoint:
         """Fill `buffer` with the data of `info`; safe from several threads.
 
         The buffer must be writable, contiguous and of exactly info.num_bytes bytes, else WrongSize
-        (or Python's own TypeError). Raises TruncatedFile if the file became shorter.
+        (or Python's own TypeError). Raises TruncatedFile if the file became shorter, DamagedTensor
+        if the bytes are not those of its digest.
         """
+        self.read_as_it_is(info, buffer)
+        expected = self.digests.get(info.name)
+        if expected is not None:
+            require_same(info, expected, hashlib.sha256(byte_view(buffer)).hexdigest())
+
+    def read_as_it_is(self, info: TensorInfo, buffer: Buffer) -> None:
+        """The same without comparing digests: for readers that do so themselves."""
         view = byte_view(buffer)
         if view.nbytes != info.num_bytes:
             raise WrongSize(
                 f"{info.file}: tensor {info.name!r} has {info.num_bytes} bytes, "
                 f"the buffer to read into {view.nbytes}"
             )
-        if info.num_bytes == 0:
-            return
-        _read_exactly(info, view)
+        if info.num_bytes:
+            _read_exactly(info, view)
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
+def open_checkpoint(folder: str | Path, *, verify: bool = True) -> Checkpoint:
     """Read config.json, the index and every header under `folder`, and check them together.
 
-    Raises ConfigError, the IndexProblem family, the HeaderError family, or CheckpointError if
-    there is no such folder.
+    Without `verify` digests are left alone, and tensors are read as they are. Raises ConfigError,
+    the IndexProblem family, the HeaderError family, or CheckpointError if there is no such folder
+    or its digests do not fit its tensors.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder", hint="give the folder of config.json")
     config = _read_config(folder / CONFIG_NAME)
     tensors = _read_folder(folder)
+    digests = read_digests(folder, tensors, folder) if verify else {}
     mtp_folder, mtp_config = folder / MTP_FOLDER, None
     if mtp_folder.is_dir():
-        tensors = _merge([tensors, _read_folder(mtp_folder)])
+        drafter = _read_folder(mtp_folder)
+        tensors = _merge([tensors, drafter])
+        digests |= read_digests(mtp_folder, drafter, folder) if verify else {}
         if (mtp_folder / CONFIG_NAME).exists():
             mtp_config = _read_config(mtp_folder / CONFIG_NAME)
-    return Checkpoint(folder, config, MappingProxyType(tensors), mtp_config)
+    table = MappingProxyType(tensors)
+    return Checkpoint(folder, config, table, mtp_config, MappingProxyType(digests))
 
 
 def _read_exactly(info: TensorInfo, view: memoryview) -> None:
@@ -109,22 +125,11 @@ def _read_exactly(info: TensorInfo, view: memoryview) -> None:
         )
 
 
-def _read_json(path: Path) -> JsonObject:
-    """The object in `path`. Raises JsonProblem, also for a file that cannot be read."""
-    try:
-        num_bytes = path.stat().st_size
-        if num_bytes > MAX_JSON_BYTES:
-            raise JsonProblem(f"{num_bytes} bytes long, the limit is {MAX_JSON_BYTES}")
-        return parse_object(path.read_bytes().strip())
-    except OSError as error:
-        raise JsonProblem(f"cannot be read: {error.strerror}") from error
-
-
 def _read_config(path: Path) -> JsonObject:
     if not path.exists():
         raise ConfigError(f"{path}: missing", hint="a checkpoint folder has a config.json")
     try:
-        return _read_json(path)
+        return read_object(path)
     except JsonProblem as problem:
         raise ConfigError(f"{path}: {problem}") from problem
 
@@ -156,7 +161,7 @@ def _read_folder(folder: Path) -> dict[str, TensorInfo]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        index = _read_json(path)
+        index = read_object(path)
     except JsonProblem as problem:
         raise IndexProblem(f"{path}: {problem}") from problem
     weight_map = index.get("weight_map")

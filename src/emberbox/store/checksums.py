@@ -18,7 +18,8 @@ READ_BYTES = 4 << 20
 
 OnBytes = Callable[[int], None]  # is told how many more bytes were read
 
-_LINE = re.compile(r"([0-9a-f]{64})  ([^\\\n]+)")
+# The star is what `sha256sum --binary` writes.
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?([^\\\n]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ def verify_checksums(folder: Path, on_bytes: OnBytes = lambda _: None) -> int:
 
     Raises CheckpointError that names each file that differs, is missing, or is not in the list.
     """
-    listed = _read_sums(folder / SUMS_NAME)
-    found = _visible_files(folder) - {SUMS_NAME}
+    listed = read_sums(folder / SUMS_NAME)
+    found = visible_files(folder) - {SUMS_NAME}
     faults = [f"{name}: listed, but not there" for name in sorted(listed.keys() - found)]
     faults += [f"{name}: there, but not listed" for name in sorted(found - listed.keys())]
     for name in sorted(found & listed.keys()):
@@ -99,7 +100,22 @@ def verify_checksums(folder: Path, on_bytes: OnBytes = lambda _: None) -> int:
     return len(listed)
 
 
-def _read_sums(path: Path) -> dict[str, str]:
+def listed_sha256(folder: Path, name: str) -> str | None:
+    """What SHA256SUMS of `folder`, if there is one, says of a file; other lines may be anything.
+
+    Raises CheckpointError for a list that cannot be read.
+    """
+    path = folder / SUMS_NAME
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    matches = (_LINE.fullmatch(line) for line in lines)
+    return next((match[1] for match in matches if match and match[2] == name), None)
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """Name -> sha256 of the list at `path`. Raises CheckpointError for a line of another form."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -115,6 +131,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     return listed
 
 
-def _visible_files(folder: Path) -> set[str]:
+def visible_files(folder: Path) -> set[str]:
+    """Every file under `folder` that belongs to the checkpoint, by its name relative to it."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return {name.as_posix() for name in names if not any(p.startswith(".") for p in name.parts)}

@@ -5,6 +5,9 @@ Infinity, no unpaired surrogates. Everything wrong is a JsonProblem; no other ex
 """
 
 import json
+from pathlib import Path
+
+MAX_JSON_BYTES = 100_000_000
 
 JsonObject = dict[str, object]
 
@@ -15,6 +18,17 @@ class JsonProblem(Exception):
 
 class DuplicateKey(JsonProblem):
     """One key stands twice in one object."""
+
+
+def read_object(path: Path) -> JsonObject:
+    """The object in a file. Raises JsonProblem, also for one that cannot be read or is too long."""
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > MAX_JSON_BYTES:
+            raise JsonProblem(f"{num_bytes} bytes long, the limit is {MAX_JSON_BYTES}")
+        return parse_object(path.read_bytes().strip())
+    except OSError as error:
+        raise JsonProblem(f"cannot be read: {error.strerror}") from error
 
 
 def parse_object(raw: bytes | bytearray) -> JsonObject:

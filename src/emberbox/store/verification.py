@@ -1,0 +1,171 @@
+"""Read a whole folder of weights and say which files, and in them which tensors, are not as they
+should be.
+
+What a folder's bytes are compared with is what it has: SHA256SUMS (files), tensors.sha256.json
+(tensors), both or neither; headers, sizes and index are checked always. Knows no torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from emberbox.errors import CheckpointError
+from emberbox.store.checkpoint import MTP_FOLDER, open_checkpoint
+from emberbox.store.checksums import SUMS_NAME, OnBytes, digest_file, read_sums, visible_files
+from emberbox.store.digests import DIGESTS_NAME, digest_shard, read_digests
+from emberbox.store.safetensors_header import TensorInfo, read_header
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with one file, by its name in the folder ("" for the folder as a whole)."""
+
+    file: str
+    what: str
+    tensors: tuple[str, ...] = ()  # whose bytes are not what they should be
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was compared, and what was found.
+
+    num_files: compared with SHA256SUMS. num_tensors: compared with their digests. unknown: what
+    could not be compared, and why, in words.
+    """
+
+    num_files: int
+    num_tensors: int
+    faults: tuple[Fault, ...]
+    unknown: tuple[str, ...]
+
+
+def verify_folder(folder: Path, on_bytes: OnBytes = lambda _: None) -> Verdict:
+    """Read every file of `folder` that something can be compared with.
+
+    Raises CheckpointError if there is no such folder; everything else that is wrong is a Fault.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder", hint="give the folder of config.json")
+    return _Verification(folder, on_bytes).verdict()
+
+
+def num_bytes_of(folder: Path) -> int:
+    """Of all files that belong to the checkpoint, for a progress bar."""
+    return sum((folder / name).stat().st_size for name in visible_files(folder))
+
+
+class _Verification:
+    def __init__(self, folder: Path, on_bytes: OnBytes) -> None:
+        self.folder, self.on_bytes = folder, on_bytes
+        self.names = visible_files(folder)
+        self.faults: list[Fault] = []
+        self.num_files = self.num_tensors = 0
+        self.sums = self._sums()
+        self.digests: dict[str, str] = {}
+
+    def verdict(self) -> Verdict:
+        headers = dict(self._headers())
+        self._read_digests(headers)
+        known = self.sums.keys() & self.names
+        self.faults += [
+            Fault(name, f"listed in {SUMS_NAME}, but not there")
+            for name in sorted(self.sums.keys() - self.names)
+        ]
+        for name in sorted(known | headers.keys()):
+            self._file(name, headers.get(name, []))
+        unlisted = sorted(self.names - self.sums.keys() - {SUMS_NAME}) if self.sums else []
+        self.faults += [Fault(name, f"there, but not listed in {SUMS_NAME}") for name in unlisted]
+        try:
+            open_checkpoint(self.folder, verify=False)
+        except CheckpointError as problem:
+            if not any(fault.what == problem.message for fault in self.faults):
+                self.faults.append(Fault("", problem.message))
+        faults = tuple(sorted(self.faults, key=lambda fault: fault.file))
+        return Verdict(self.num_files, self.num_tensors, faults, tuple(self._unknown(headers)))
+
+    def _sums(self) -> dict[str, str]:
+        path = self.folder / SUMS_NAME
+        if not path.exists():
+            return {}
+        try:
+            return read_sums(path)
+        except CheckpointError as problem:
+            self.faults.append(Fault(SUMS_NAME, problem.message))
+            return {}
+
+    def _headers(self) -> Iterator[tuple[str, list[TensorInfo]]]:
+        """The tensors of every shard whose header is good; the others are faults."""
+        for name in sorted(self.names):
+            if name.endswith(".safetensors"):
+                try:
+                    yield name, list(read_header(self.folder / name).values())
+                except CheckpointError as problem:
+                    self.faults.append(Fault(name, problem.message))
+
+    def _read_digests(self, headers: Mapping[str, list[TensorInfo]]) -> None:
+        for part in ("", MTP_FOLDER):
+            place = self.folder / part
+            infos = [i for infos in headers.values() for i in infos if i.file.parent == place]
+            if infos:
+                try:
+                    names = (info.name for info in infos)
+                    self.digests |= read_digests(place, names, self.folder)
+                except CheckpointError as problem:
+                    name = (Path(part) / DIGESTS_NAME).as_posix()
+                    self.faults.append(Fault(name, problem.message))
+
+    def _file(self, name: str, infos: list[TensorInfo]) -> None:
+        """Compare one file as a whole, and each tensor in it."""
+        path, expected = self.folder / name, self.sums.get(name)
+        try:
+            if infos:
+                sha256, found = digest_shard(path, infos, self.on_bytes)
+            else:
+                sha256, found = digest_file(path, self.on_bytes).sha256, {}
+        except (OSError, CheckpointError) as error:
+            self.faults.append(Fault(name, f"cannot be read: {error}"))
+            return
+        self.num_files += expected is not None
+        compared = found.keys() & self.digests.keys()
+        self.num_tensors += len(compared)
+        differing = [i for i in infos if found[i.name] != self.digests.get(i.name, found[i.name])]
+        if differing:
+            what = _damaged(differing, is_file_good=expected == sha256)
+            self.faults.append(Fault(name, what, tuple(info.name for info in differing)))
+        elif expected not in (None, sha256) and not self._is_told(name):
+            self.faults.append(Fault(name, _changed(sha256, str(expected), infos, compared)))
+
+    def _is_told(self, name: str) -> bool:
+        return any(fault.file == name for fault in self.faults)
+
+    def _unknown(self, headers: Mapping[str, list[TensorInfo]]) -> Iterator[str]:
+        if not self.sums:
+            yield f"no {SUMS_NAME}: files beside the weights"
+        total = sum(map(len, headers.values()))
+        rest = total - self.num_tensors
+        if rest and self.sums:
+            yield f"no {DIGESTS_NAME}: which tensors of a file are damaged"
+        elif rest:
+            yield (
+                f"neither {SUMS_NAME} nor {DIGESTS_NAME}: the bytes of {rest} of {total} tensors; "
+                "a changed byte in them is not seen"
+            )
+
+
+def _damaged(differing: list[TensorInfo], *, is_file_good: bool) -> str:
+    word = (
+        f"does not fit its digest, but {SUMS_NAME} fits the file" if is_file_good else "is damaged"
+    )
+    lines = [f"tensor {i.name!r} {word} (bytes {i.start} to {i.stop})" for i in differing]
+    return lines[0] if len(lines) == 1 else "".join(f"\n    - {line}" for line in lines)
+
+
+def _changed(sha256: str, expected: str, infos: list[TensorInfo], compared: set[str]) -> str:
+    """A file that differs where no tensor is known to."""
+    text = f"sha256 {sha256}, expected {expected}"
+    if infos and len(compared) == len(infos):
+        start = min(info.start for info in infos)
+        return f"{text}: every tensor is good, so its header is changed (bytes 0 to {start})"
+    if infos:
+        return f"{text}: one or more of its {len(infos)} tensors, or its header, are damaged"
+    return text

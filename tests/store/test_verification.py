@@ -1,0 +1,163 @@
+"""A folder is compared with all it has, and what it lacks is said; the verb `verify`."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from emberbox.cli.main import main
+from emberbox.errors import CheckpointError
+from emberbox.store.checkpoint import INDEX_NAME, open_checkpoint
+from emberbox.store.checksums import SUMS_NAME
+from emberbox.store.digests import DIGESTS_NAME
+from emberbox.store.verification import Fault, num_bytes_of, verify_folder
+from tests.helpers.nano import NANO
+from tests.helpers.whole_folder import plain_folder, whole_folder
+
+BASE2 = NANO.with_name("ember-nano-base2")
+SHARD = "model-00005-of-00012.safetensors"
+
+
+@pytest.fixture
+def base2(tmp_path):
+    return shutil.copytree(BASE2, tmp_path / "base2")
+
+
+def flip(path, position):
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1
+    path.write_bytes(raw)
+
+
+def test_shipped_folders_are_good(capsys):
+    assert main(["verify", str(BASE2), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == {
+        "is_good": True,
+        "num_files": 24,
+        "num_tensors": 2068,
+        "faults": [],
+        "unknown": [],
+    }
+    assert main(["verify", str(NANO)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == (
+        f"{NANO}: good; 0 files and 685 tensors compared, headers, sizes and index checked"
+    )
+    assert shown[1:] == [f"not compared: no {SUMS_NAME}: files beside the weights"]
+
+
+def test_every_byte_is_told_to_the_bar(base2):
+    told = []
+    verify_folder(base2, told.append)
+    sums = (base2 / SUMS_NAME).stat().st_size
+    assert sum(told) == num_bytes_of(base2) - sums
+
+
+def test_a_changed_header_is_told_from_a_changed_tensor(base2):
+    path = base2 / SHARD
+    at = path.read_bytes().index(b'"pt"') + 1
+    flip(path, at)  # "pt" -> "qt": still a header that can be read
+    start = min(i.start for i in open_checkpoint(base2).tensors.values() if i.file == path)
+    (fault,) = verify_folder(base2).faults
+    assert fault.file == SHARD
+    assert fault.tensors == ()
+    assert fault.what.endswith(f"so its header is changed (bytes 0 to {start})")
+
+
+def test_several_tensors_of_a_file_are_all_named(base2):
+    infos = [i for i in open_checkpoint(base2).tensors.values() if i.file.name == SHARD][3:9:5]
+    for info in infos:
+        flip(base2 / SHARD, info.stop - 1)
+    (fault,) = verify_folder(base2).faults
+    assert fault.tensors == tuple(info.name for info in infos)
+    assert all(repr(info.name) in fault.what for info in infos)
+
+
+def test_without_digests_the_file_is_named_and_how_many_tensors_it_holds(base2):
+    lines = (base2 / SUMS_NAME).read_text().splitlines(keepends=True)
+    (base2 / SUMS_NAME).write_text("".join(line for line in lines if DIGESTS_NAME not in line))
+    (base2 / DIGESTS_NAME).unlink()
+    flip(base2 / SHARD, -1)
+    verdict = verify_folder(base2)
+    (fault,) = verdict.faults
+    count = sum(i.file.name == SHARD for i in open_checkpoint(base2).tensors.values())
+    assert f"one or more of its {count} tensors, or its header, are damaged" in fault.what
+    assert verdict.unknown == (f"no {DIGESTS_NAME}: which tensors of a file are damaged",)
+
+
+def test_a_folder_with_neither_says_that_bytes_are_not_compared(tmp_path, capsys):
+    folder = plain_folder(tmp_path)
+    assert main(["verify", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "0 files and 0 tensors compared, headers, sizes and index checked" in shown
+    assert f"not compared: no {SUMS_NAME}: files beside the weights" in shown
+    assert f"not compared: neither {SUMS_NAME} nor {DIGESTS_NAME}: the bytes of 3 of 3" in shown
+
+
+def test_what_is_always_checked_is_found_without_either(tmp_path):
+    folder = plain_folder(tmp_path)
+    path = folder / "s2.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    (fault,) = verify_folder(folder).faults
+    assert fault.file == "s2.safetensors"
+    assert "tensor 'c' is cut" in fault.what
+    path.unlink()
+    (fault,) = verify_folder(folder).faults
+    assert fault == Fault("", fault.what)
+    assert "s2.safetensors" in fault.what
+
+
+def test_faults_of_every_kind_are_found_together(base2, capsys):
+    flip(base2 / "tokenizer.json", 100)
+    (base2 / "recipe.toml").unlink()
+    (base2 / "later").write_text("")
+    info = open_checkpoint(base2).tensors["lm_head.trellis"]
+    flip(info.file, info.start)
+    assert main(["verify", str(base2)]) == 1
+    shown = capsys.readouterr().out
+    assert "4 fault(s); 23 files and 2,068 tensors compared" in shown
+    assert "- recipe.toml: listed in SHA256SUMS, but not there" in shown
+    assert "- later: there, but not listed in SHA256SUMS" in shown
+    assert "- tokenizer.json: sha256 " in shown
+    assert f"- {info.file.name}: tensor 'lm_head.trellis' is damaged" in shown
+
+
+def test_a_list_that_cannot_be_read_is_a_fault_and_the_rest_is_compared(base2):
+    flip(base2 / SUMS_NAME, 64)  # a space
+    verdict = verify_folder(base2)
+    assert [fault.file for fault in verdict.faults] == [SUMS_NAME]
+    assert verdict.num_tensors == 2068
+
+
+@pytest.mark.parametrize("flag", ["--binary", "--text"])
+def test_a_list_made_by_sha256sum_is_read(tmp_path, flag):
+    folder = plain_folder(tmp_path)
+    names = sorted(path.name for path in folder.iterdir())
+    argv = ["sha256sum", flag, *(f"./{name}" for name in names)]
+    sums = subprocess.run(argv, cwd=folder, check=True, capture_output=True).stdout
+    (folder / SUMS_NAME).write_bytes(sums)
+    verdict = verify_folder(folder)
+    assert (verdict.num_files, verdict.faults) == (len(names), ())
+    flip(folder / INDEX_NAME, -1)
+    assert INDEX_NAME in {fault.file for fault in verify_folder(folder).faults}
+
+
+def test_checksums_of_a_damaged_file_of_digests_do_not_hide_a_damaged_tensor(tmp_path):
+    folder = whole_folder(tmp_path)
+    flip(folder / DIGESTS_NAME, 5)
+    flip(folder / "s1.safetensors", -1)
+    assert {fault.file for fault in verify_folder(folder).faults} == {
+        DIGESTS_NAME,
+        "s1.safetensors",
+    }
+
+
+def test_no_folder_is_bad_luck_and_no_path_bad_usage(tmp_path, capsys):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        verify_folder(tmp_path / "none")
+    assert main(["verify", str(tmp_path / "none")]) == 1
+    assert main(["verify"]) == 2
+    assert main(["verify", ""]) == 2
+    assert "the path is empty" in capsys.readouterr().err
