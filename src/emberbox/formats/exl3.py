@@ -72,7 +72,7 @@ def inner(parts: Mapping[str, Tensor]) -> Tensor:
 def decode(parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
     """float32 [out, in], padding cut away."""
     trellis, codebook = parts["trellis"], codebook_of(parts)
-    suh, svh = _channels(parts, "suh", "su"), _channels(parts, "svh", "sv")
+    suh, svh = channels(parts, "suh", "su"), channels(parts, "svh", "sv")
     outputs, inputs = svh.shape[0], suh.shape[0]
     weight = torch.zeros(outputs, inputs, device=trellis.device)
     # Block by block of input channels: what is needed besides the result stays small.
@@ -121,7 +121,7 @@ def _matrix(tiles: Tensor) -> Tensor:
     return tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
-def _channels(parts: Mapping[str, Tensor], scales: str, signs: str) -> Tensor:
+def channels(parts: Mapping[str, Tensor], scales: str, signs: str) -> Tensor:
     """float32 [channels] from float16 scales, or from sign bits: bit b of word w, if set, is -1."""
     if scales in parts:
         return parts[scales].float()

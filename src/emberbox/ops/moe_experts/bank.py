@@ -1,0 +1,85 @@
+"""The routed experts of a layer in prepared EXL3, and the table by which kernels find them."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from emberbox.formats import exl3
+from emberbox.formats.base import QuantTensor
+from emberbox.ops.contract import require
+from emberbox.ops.linear_exl3.kernel_cuda import codebook_number
+from emberbox.ops.prepared import LANES, PREPARED
+
+CODEBOOK_STEP = 4  # kind = 4 rate + codebook
+Projections = Sequence[tuple[Tensor | QuantTensor, ...]]
+
+
+class ExpertBank(tuple[tuple[QuantTensor, ...], ...]):
+    """Experts (gate, up, down), all prepared and on one device; a tuple to a reference.
+
+    Rates and codebooks may differ, shapes may not.
+    """
+
+    def require_uniform(self) -> None:
+        """Raises OpError for shapes that differ or are not whole Hadamard blocks."""
+        shapes = {tuple(weight.shape for weight in expert) for expert in self}
+        require(len(shapes) == 1, "moe_experts: experts of {} different shapes", len(shapes))
+        sizes = next(iter(shapes))
+        require(
+            all(size % exl3.BLOCK == 0 for shape in sizes for size in shape),
+            "moe_experts: matrices {}, expected multiples of {}",
+            sizes,
+            exl3.BLOCK,
+        )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """(hidden, of an expert)."""
+        width, hidden = self[0][0].shape
+        return hidden, width
+
+    @cached_property
+    def matrices(self) -> Tensor:
+        """int64 [E, 3, 4] on the device: addresses of words, suh and svh, and the kind."""
+        rows = [[_row(weight) for weight in expert] for expert in self]
+        return torch.tensor(rows, dtype=torch.int64).to(self[0][0].device)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Distinct kinds of gate and up, and of down."""
+        entry = {kind_of(w) for expert in self for w in expert[:2]}
+        down = {kind_of(expert[2]) for expert in self}
+        return tuple(sorted(entry)), tuple(sorted(down))
+
+
+def bank_of(projections: Projections) -> ExpertBank | None:
+    """The experts as a bank; None where one of them is not prepared. Raises OpError."""
+    if isinstance(projections, ExpertBank):
+        return projections
+    experts = []
+    for expert in projections:
+        matrices = tuple(w for w in expert if isinstance(w, QuantTensor) and w.format is PREPARED)
+        if len(matrices) < len(expert):
+            return None
+        experts.append(matrices)
+    bank = ExpertBank(experts)
+    bank.require_uniform()
+    return bank
+
+
+def kind_of(weight: QuantTensor) -> int:
+    """Rate and codebook of a prepared weight as one number."""
+    words: Tensor = weight.parts["words"]
+    return CODEBOOK_STEP * (words.shape[-1] // LANES) + codebook_number(weight)
+
+
+def macros_of(kind: int) -> tuple[tuple[str, int], ...]:
+    """What a kernel for such matrices is compiled with."""
+    return (("RATE", kind // CODEBOOK_STEP), ("CODEBOOK", kind % CODEBOOK_STEP))
+
+
+def _row(weight: QuantTensor) -> list[int]:
+    addresses = [weight.parts[name].data_ptr() for name in ("words", "suh", "svh")]
+    return [*addresses, kind_of(weight)]
