@@ -61,8 +61,9 @@ soak: $(VENV)/.dev ## slow tests, then 5,000 random schedules through the real e
 bench: $(VENV)/.dev ## speed of the engine on this machine against its bars; writes a receipt
 	@$(BIN)/python -m benchmarks.engine
 
-table: $(VENV)/.demo ## receipts/nano/README.md from its receipts, every one verified
+table: $(VENV)/.demo ## pages and summaries of receipts/ from the receipts, every one verified
 	@$(BIN)/python tools/table.py
+	@$(BIN)/python -m tools.summarise
 
 check: lint types floors size fresh docs test ## all that CI demands of a change; ends with the tests
 
@@ -79,9 +80,10 @@ floors: $(VENV)/.dev ## who may import whom
 size: $(VENV)/.demo ## lines per part, file and function against budgets.toml
 	@$(BIN)/python tools/size.py
 
-fresh: $(VENV)/.demo ## generated reference pages and the table of receipts are up to date
+fresh: $(VENV)/.demo ## generated reference pages, tables and summaries of receipts are up to date
 	@$(BIN)/python tools/generate.py --check
 	@$(BIN)/python tools/table.py --check
+	@$(BIN)/python -m tools.summarise --check
 
 docs: $(VENV)/.dev ## strict build of the documentation; its commands are executed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
