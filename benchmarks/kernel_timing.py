@@ -103,7 +103,7 @@ def random_bank(experts: int, hidden: int, width: int, k: float) -> ExpertBank:
     bank = bank_of(
         tuple(tuple(random_weight(*shape, k) for shape in shapes) for _ in range(experts))
     )
-    if bank is None:
+    if not isinstance(bank, ExpertBank):
         raise SystemExit("prepared experts make no bank: nothing to time")
     return bank
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -11,11 +12,14 @@ import sys
 import threading
 import time
 import tomllib
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 
 from emberbox import __version__
 from emberbox.cli import demo_run, open_engine
@@ -25,8 +29,10 @@ from emberbox.cli.chat_client import Reply
 from emberbox.cli.demo import find_shipped
 from emberbox.cli.demo_questions import follow_up, long_text, questions
 from emberbox.cli.main import VERBS, main
-from emberbox.errors import CheckpointError
+from emberbox.errors import CheckpointError, EnvironmentProblem
 from emberbox.ops import build as build_module
+from emberbox.ops.check import Checked
+from emberbox.ops.table import OPS
 from emberbox.server import listen
 from emberbox.server.metrics import Metrics
 from emberbox.server.worker import EngineWorker
@@ -113,7 +119,7 @@ def test_a_port_in_use_is_named_at_once(capsys):
 def test_doctor_reports_machine_device_packages_and_ops(capsys):
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"machine", "device", "packages", "ops"}
+    assert set(report) == {"machine", "device", "packages", "ops", "kernels"}
     assert report["machine"]["emberbox"] == __version__
     assert report["device"]["kind"] == "cpu"
     assert report["device"]["total_memory_bytes"] > 2**20
@@ -130,12 +136,47 @@ def test_doctor_reports_machine_device_packages_and_ops(capsys):
     needed = {re.match(r"[\w-]+", line)[0] for line in (*project["dependencies"], *extras)}
     assert needed - {"emberbox"} <= set(report["packages"])
     assert report["ops"]["rms_norm"]
+    norm = report["kernels"]["rms_norm (cpu, float32)"]
+    assert 0 < norm["error"] <= norm["tolerance"] == OPS["rms_norm"].tolerance[torch.float32]
+    assert all(facts["is_right"] for facts in report["kernels"].values())
 
 
 def test_doctor_prints_tables_for_people(capsys):
     assert main(["doctor", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert all(title in shown for title in ("machine", "device", "packages", "ops", "rms_norm"))
+    assert "kernels against their references" in shown
+    assert "WRONG" not in shown
+
+
+def test_doctor_fails_where_a_kernel_is_wrong(monkeypatch, capsys):
+    off = Checked("linear", "fast", {"T": 3}, torch.float32, 2e-3, 1e-3, "at (0, 1): got 1.0")
+    lost = replace(off, op="swiglu", error=math.inf)
+    monkeypatch.setattr("emberbox.ops.check.check_kernels", lambda *_: iter([off, lost]))
+    assert main(["doctor", "--device", "cpu"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2.0e-03" in shown
+    assert "not finite" in shown
+    assert main(["doctor", "--device", "cpu", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["kernels"]
+    assert found["linear (fast, float32)"] == {
+        "error": 2e-3,
+        "tolerance": 1e-3,
+        "is_right": False,
+        "mismatch": "at (0, 1): got 1.0",
+        "case": {"T": 3},
+    }
+    assert found["swiglu (fast, float32)"]["error"] is None
+
+
+def test_doctor_says_why_kernels_cannot_be_checked(monkeypatch, capsys):
+    def missing(*_):
+        raise EnvironmentProblem("no compiler here")
+
+    monkeypatch.setattr("emberbox.ops.check.check_kernels", missing)
+    assert main(["doctor", "--device", "cpu", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["kernels"]
+    assert "no compiler here" in found["all"]["mismatch"]
 
 
 def test_doctor_builds_every_kernel_for_machines_other_than_this_one(monkeypatch, capsys, tmp_path):
@@ -143,12 +184,17 @@ def test_doctor_builds_every_kernel_for_machines_other_than_this_one(monkeypatch
     monkeypatch.setattr(build_module, "_runtime_headers", lambda: (tmp_path, "13.0.1"))
     monkeypatch.setattr(build_module, "compile_cubin", lambda source, arch: arch.encode())
     monkeypatch.setenv("EMBERBOX_CACHE", str(tmp_path / "cache"))
-    assert main(["doctor", "--build", "sm_90,sm_121", "--json"]) == 0
+    assert main(["doctor", "--build", "sm_90,sm_121", "--jobs", "1", "--json"]) == 0
     kernels = json.loads(capsys.readouterr().out)["kernels"]
     assert {Path(kernel["path"]) for kernel in kernels} == set((tmp_path / "cache").iterdir())
-    assert [kernel["arch"] for kernel in kernels] == ["sm_90"] * 11 + ["sm_121"] * 11
-    assert main(["doctor", "--build", "sm_90"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 11
+    assert [kernel["arch"] for kernel in kernels] == ["sm_90"] * 164 + ["sm_121"] * 164
+    names = Counter(kernel["kernel"] for kernel in kernels)
+    assert names == {"linear_exl3": 180, "moe_decode": 84, "moe_prefill": 42, "trellis_search": 22}
+    assert main(["doctor", "--build", "sm_90", "--jobs", "1"]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 164
+    assert main(["doctor", "--build", "sm_90", "--jobs", "0"]) == 2
+    assert "is not a number of at least 1" in capsys.readouterr().err
     assert main(["doctor", "--build", "sm_90,"]) == 2
     assert "expected one such as sm_90 or sm_121" in capsys.readouterr().err
 

@@ -14,8 +14,10 @@ from rich.console import Console
 from emberbox.cli.loading import LoadScreen
 from emberbox.cli.local_server import local_server
 from emberbox.device import Device
+from emberbox.engine import loading
 from emberbox.engine.decode_once import decode_once
 from emberbox.engine.llm import LLM
+from emberbox.engine.loading import load
 from emberbox.engine.request import SamplingParams
 from emberbox.errors import LoadRefused, MisplacedTensor, TruncatedFile
 from emberbox.formats.base import QuantTensor
@@ -171,6 +173,30 @@ def test_weights_are_decoded_when_the_plan_has_room_and_else_stay_as_stored(fold
     assert said == ["decoded once, at load", "as they are stored"]
     with torch.inference_mode():
         assert torch.equal(roomy.network.full(TOKENS[:1, :5]), tight.network.full(TOKENS[:1, :5]))
+
+
+def test_formats_that_a_kernel_reads_are_prepared_and_the_rest_is_decoded(folder_of, monkeypatch):
+    """As on a GPU: the op table of one, on a CPU, which can load but not run."""
+    folder, _ = folder_of("experts-2-fp8")
+    settings = EngineSettings(
+        device="cpu", dtype="float32", max_model_len=64, cache_tokens=64, max_running=1
+    )
+    plain = load(folder, settings)
+    table = bind_all(torch.device("cuda"), (9, 0))
+    monkeypatch.setattr(loading, "bind_all", lambda *_: table)
+    loaded = load(folder, settings)
+    line = loaded.memory.lines[0]
+    assert line.note == "as they are stored (prepared), the rest decoded once, at load"
+    assignment = assign(loaded.network.config, open_checkpoint(folder).tensors)
+    assert assignment.quantised_formats == {"exl3", "fp8_block"}
+    least, most = (assignment.loaded_bytes(4, decoded=decoded) for decoded in (False, True))
+    assert least < line.num_bytes < most == plain.memory.lines[0].num_bytes
+    moe = loaded.network.layers[3].mlp
+    assert {weight.format.name for expert in moe.experts for weight in expert} == {"exl3_prepared"}
+    assert isinstance(moe.shared.gate.weight, torch.Tensor)
+    with torch.inference_mode():
+        wanted = plain.network.layers[3].mlp.experts[7][1]
+        assert torch.equal(moe.experts[7][1].decode(), wanted)
 
 
 def test_a_weight_that_decodes_beyond_the_activation_type_is_named(folder_of):

@@ -1,4 +1,5 @@
-"""`emberbox doctor`: the machine, the versions, and which implementation each op would use here.
+"""`emberbox doctor`: the machine, the versions, which implementation each op would use here, and
+whether those give what their references give.
 
 With --build: compiles the package's CUDA kernels into the cache, for machines other than this one.
 """
@@ -7,18 +8,19 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterator
-from importlib import import_module, metadata
+from importlib import metadata
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from emberbox import __version__
+from emberbox.cli.doctor_kernels import check, checks_table, print_built
 from emberbox.cli.flags import settings_from
 from emberbox.settings import EngineSettings
 
 NAME = "doctor"
-SUMMARY = "show the machine, package versions and the op table; build kernels ahead"
+SUMMARY = "show the machine and the op table; check kernels here, build them ahead"
 EXAMPLE = """example:
   emberbox doctor
   emberbox doctor --device cpu --json
@@ -45,9 +47,6 @@ PACKAGES = (
     "openai",
 )
 
-# Each has sources(arch): what it would compile there.
-KERNEL_MODULES = ("emberbox.compress.trellis_search_cuda",)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this verb."""
@@ -55,28 +54,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--build",
         metavar="ARCHS",
-        help="compile all CUDA kernels into EMBERBOX_CACHE, such as for sm_90,sm_121; needs no GPU",
+        help="compile CUDA kernels into EMBERBOX_CACHE, such as for sm_90,sm_121; needs no GPU",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=positive,
+        metavar="N",
+        help="with --build: kernels compiled at the same time (default: one for each core)",
     )
 
 
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print the report, or a line for each kernel that was built."""
+    """Print the report, or a line for each kernel that was built; 1 where a kernel is wrong."""
     if args.build is not None:
-        return _print_built(args.build.split(","), as_json=args.json)
+        return print_built(args)
     report = examine(settings_from(EngineSettings, args).device)
+    code = 0 if all(facts["is_right"] for facts in report["kernels"].values()) else 1
     if args.json:
         print(json.dumps(report))
-        return 0
+        return code
     console = Console(highlight=False)
+    checks = report.pop("kernels")
     for title, facts in report.items():
         table = Table(title=title, title_justify="left", show_header=False, min_width=40)
         for name, value in facts.items():
             table.add_row(name, str(value))
         console.print(table)
-    return 0
+    console.print(checks_table(checks))
+    return code
 
 
-def examine(device_name: str) -> dict[str, dict[str, object]]:
+def examine(device_name: str) -> dict[str, dict[str, Any]]:
     """Section -> fact -> value. Raises EnvironmentProblem when the device is not there."""
     import torch
 
@@ -94,38 +109,8 @@ def examine(device_name: str) -> dict[str, dict[str, object]]:
         "device": {**device.describe(), "free_memory_bytes": device.free_memory_bytes()},
         "packages": {name: _version(name) for name in PACKAGES},
         "ops": dict(table.describe()),
+        "kernels": check(device),
     }
-
-
-def build_kernels(architectures: list[str]) -> Iterator[dict[str, object]]:
-    """Each kernel of the package for each architecture, once its cubin lies in the cache.
-
-    Raises SettingsError for an unknown architecture, EnvironmentProblem where NVRTC is missing.
-    """
-    from emberbox.ops.build import build
-
-    for arch in architectures:
-        for module in KERNEL_MODULES:
-            for source in import_module(module).sources(arch):
-                cubin = build(source, arch)
-                yield {
-                    "kernel": source.path.stem,
-                    "arch": arch,
-                    "macros": dict(source.macros),
-                    "bytes": cubin.stat().st_size,
-                    "path": str(cubin),
-                }
-
-
-def _print_built(architectures: list[str], *, as_json: bool) -> int:
-    built = []
-    for kernel in build_kernels(architectures):
-        built.append(kernel)
-        if not as_json:
-            print(f"{kernel['arch']}  {kernel['bytes']:>7} bytes  {kernel['path']}", flush=True)
-    if as_json:
-        print(json.dumps({"kernels": built}))
-    return 0
 
 
 def _version(package: str) -> str:

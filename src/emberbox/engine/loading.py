@@ -8,7 +8,7 @@ import torch
 
 from emberbox.chat.media_settings import PREPROCESSOR_FILE, MediaSettings
 from emberbox.device import Device
-from emberbox.engine.decode_once import decode_once
+from emberbox.engine.decode_once import decode_once, prepare_once
 from emberbox.engine.memory_plan import MemoryPlan, plan_memory
 from emberbox.errors import MemoryRefused
 from emberbox.model.config import Glm5NextConfig
@@ -43,8 +43,9 @@ def load(folder: Path, settings: EngineSettings, listener: LoadListener | None =
     """Raises CheckpointError (every reason named), SettingsError or MemoryRefused; all but what
     only the bytes show (damage, values that are not finite) before a byte of weights is read.
 
-    On a CPU quantised weights are decoded once, if the plan has room for that: no kernel reads
-    them there as they are stored. Sets torch's threads, which are the process's.
+    Weights in a format that a kernel of the device reads are prepared for it. Other quantised
+    weights are decoded once, if the plan has room for that. Sets torch's threads, which are the
+    process's.
     """
     found = Device.detect(settings.device)
     device = torch.device(found.torch_name)
@@ -56,15 +57,17 @@ def load(folder: Path, settings: EngineSettings, listener: LoadListener | None =
         torch.set_num_threads(settings.num_threads)
     elif found.kind == "cpu" and config.text.hidden_size <= ONE_THREAD_MAX_HIDDEN:
         torch.set_num_threads(1)
-    planner = _Planner(config, assignment, found.free_memory_bytes(), dtype, settings, folder)
-    memory, is_decoded = planner.plan(may_decode=found.kind == "cpu")
+    ops = bind_all(device, found.capability or (0, 0))
+    kept = frozenset(filter(ops.reads, assignment.quantised_formats))
+    planner = _Planner(config, assignment, found.free_memory_bytes(), dtype, settings, folder, kept)
+    memory, is_decoded = planner.plan()
     if listener is not None:
         listener.planned(memory, assignment.num_bytes)
     on_bytes = None if listener is None else listener.read
     params = load_parameters(checkpoint, assignment, device=device, dtype=dtype, on_bytes=on_bytes)
     if is_decoded:
-        params = decode_once(params, dtype, assignment.where)
-    return Loaded(Network(config, params, bind_all(device, found.capability or (0, 0))), memory)
+        params = decode_once(params, dtype, assignment.where, kept=kept)
+    return Loaded(Network(config, prepare_once(params, ops), ops), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,11 @@ class _Planner:
     dtype: torch.dtype
     settings: EngineSettings
     folder: Path
+    kept: frozenset[str]  # formats that kernels read
 
-    def plan(self, *, may_decode: bool) -> tuple[MemoryPlan, bool]:
-        """The plan, and whether it has room for decoded weights."""
-        if may_decode and self.assignment.has_quantised:
+    def plan(self) -> tuple[MemoryPlan, bool]:
+        """The plan, and whether the other formats' weights are decoded: if there is room."""
+        if self.assignment.quantised_formats - self.kept:
             try:
                 return self._plan(decoded=True), True
             except MemoryRefused:
@@ -88,16 +92,23 @@ class _Planner:
     def _plan(self, *, decoded: bool) -> MemoryPlan:
         plan = plan_memory(
             self.config,
-            weight_bytes=self.assignment.loaded_bytes(self.dtype.itemsize, decoded=decoded),
+            weight_bytes=self.assignment.loaded_bytes(
+                self.dtype.itemsize, decoded=decoded, kept=self.kept
+            ),
             available_bytes=self.available_bytes,
             dtype=self.dtype,
             settings=self.settings,
             max_image_tokens=self._max_image_tokens(),
+            is_prepared=bool(self.assignment.quantised_formats & self.kept),
         )
-        if not self.assignment.has_quantised:
+        formats = self.assignment.quantised_formats
+        if not formats:
             return plan
-        said = "decoded once, at load" if decoded else "as they are stored"
-        return replace(plan, lines=(replace(plan.lines[0], note=said), *plan.lines[1:]))
+        said = ["as they are stored (prepared)"] if formats & self.kept else []
+        if formats - self.kept:
+            said.append("decoded once, at load" if decoded else "as they are stored")
+        note = ", the rest ".join(said)
+        return replace(plan, lines=(replace(plan.lines[0], note=note), *plan.lines[1:]))
 
     def _max_image_tokens(self) -> int:
         """Of one picture; a folder without picture settings is planned with the released ones."""

@@ -95,7 +95,7 @@ class CacheBytes:
         )
 
 
-def plan_memory(
+def plan_memory(  # noqa: PLR0913  each is a fact of its own
     config: Glm5NextConfig,
     *,
     weight_bytes: int,
@@ -103,14 +103,18 @@ def plan_memory(
     dtype: torch.dtype,
     settings: EngineSettings,
     max_image_tokens: int = MAX_IMAGE_TOKENS,
+    is_prepared: bool = False,
 ) -> MemoryPlan:
     """The plan of a checkpoint whose weights take `weight_bytes` in memory once loaded.
 
-    `available_bytes`: what can be had before they are. `dtype`: of activations and cache. A
+    `available_bytes`: what can be had before they are. `dtype`: of activations and cache.
+    `is_prepared`: kernels read some of the weights, and keep working memory of their own. A
     `max_model_len` that is given is kept; else it is the model's own, or the largest multiple of 64
     that fits. Raises SettingsError for one beyond the model, MemoryRefused when it does not fit.
     """
-    budget = _Budget(config, weight_bytes, available_bytes, dtype.itemsize, max_image_tokens)
+    budget = _Budget(
+        config, weight_bytes, available_bytes, dtype.itemsize, max_image_tokens, is_prepared
+    )
     context = config.text.max_position_embeddings
     if (settings.max_model_len or 1) > context:
         raise SettingsError(
@@ -139,6 +143,7 @@ class _Budget:
     available: int
     item: int
     max_image_tokens: int
+    is_prepared: bool
 
     @property
     def sizes(self) -> CacheBytes:
@@ -153,7 +158,8 @@ class _Budget:
         return vision_bytes(self.config.vision, self.item, self.max_image_tokens)
 
     def workspace(self, settings: EngineSettings, length: int) -> Workspace:
-        return Workspace.of(self.config.text, self.item, settings, length)
+        work = Workspace.of(self.config.text, self.item, settings, length)
+        return work.with_kernels(self.config.text, settings) if self.is_prepared else work
 
     def left(self, settings: EngineSettings) -> int:
         """What workspace, cache and snapshots share; below 0 when there is nothing."""

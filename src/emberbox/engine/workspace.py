@@ -4,10 +4,11 @@ Counted are the largest tensors that live at the same time, by the ops a device 
 its own runs (`ops/*/reference.py`, and for attention the absorbed form of `kernel_cpu.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from emberbox.model.batch import MAX_VERIFY_TOKENS
 from emberbox.model.config import TextConfig, VisionConfig
+from emberbox.ops.moe_experts import PREFILL_TOKENS
 from emberbox.settings import EngineSettings
 
 # T rows of the step, n rows of one sequence, L its tokens, P = L / pool its pools; B bytes of an
@@ -41,6 +42,12 @@ class Workspace:
         largest = max(parts, key=lambda name: parts[name])
         note = f"{rows:,} rows, {largest} the largest part"
         return Workspace(streams + parts[largest], note)
+
+    def with_kernels(self, text: TextConfig, settings: EngineSettings) -> "Workspace":
+        """The same, with what the kernels of EXL3 weights keep from one call to the next."""
+        rows = settings.prefill_tokens + MAX_VERIFY_TOKENS * settings.max_running
+        kept = _rotated(text, rows) + _routed(text, min(rows, PREFILL_TOKENS))
+        return replace(self, num_bytes=self.num_bytes + kept, note=f"{self.note}, EXL3 kernels")
 
 
 def _kda(text: TextConfig, B: int, T: int) -> int:
@@ -94,6 +101,29 @@ def _feed_forward(text: TextConfig, B: int, T: int) -> int:
     routed = T * expert * 3 * (B + W) + 3 * expert * text.hidden_size * (B + W)
     dense = T * text.intermediate_size * 3 * (B + W)
     return T * text.hidden_size * 3 * (B + W) + max(routed, dense)
+
+
+def _rotated(text: TextConfig, T: int) -> int:
+    """Rows of the widest input of a product, in float16: T I 2."""
+    widths = (
+        text.hidden_size,
+        text.intermediate_size,
+        text.kda_heads * text.kda_head_dim,
+        text.num_attention_heads * text.v_head_dim,
+        text.q_lora_rank,
+    )
+    return T * max(widths) * 2
+
+
+def _routed(text: TextConfig, T: int) -> int:
+    """Sorted rows of the chosen experts, R = T k and 7 for each expert.
+
+    rotated for gate and up, R hidden 2 2; inner, R I 2; the larger of R I 2 4 and T k hidden 4
+    """
+    slots = T * text.num_experts_per_tok
+    rows = slots + min(slots, text.n_routed_experts) * 7
+    inner, hidden = text.moe_intermediate_size, text.hidden_size
+    return rows * (4 * hidden + 2 * inner) + max(8 * rows * inner, 4 * slots * hidden)
 
 
 def _pools(text: TextConfig, length: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from emberbox.device import Device
-from emberbox.engine.decode_once import decode_once
+from emberbox.engine.decode_once import decode_once, prepare_once
 from emberbox.engine.llm import LLM
 from emberbox.engine.request import Prompt
 from emberbox.errors import MemoryRefused
@@ -164,6 +164,7 @@ class Lane:
         if is_plain or device.type == "cpu":
             params = decode_once(params, dtype, found.where)
         ops = bind_all(device, self.device.capability or (0, 0))
+        params = params if is_plain else prepare_once(params, ops)
         return Head(Linear.load(OpTable.reference() if is_plain else ops, params, "lm_head"))
 
     def require_memory(self, folder: Path) -> None:

@@ -32,13 +32,15 @@ class MixtureOfExperts:
         self.config, self.ops = config, ops
         self.router = plain(params, f"{prefix}gate.weight")
         self.bias = plain(params, f"{prefix}gate.e_score_correction_bias")
-        self.experts = tuple(
-            (
-                params[f"{prefix}experts.{e}.gate_proj.weight"],
-                params[f"{prefix}experts.{e}.up_proj.weight"],
-                params[f"{prefix}experts.{e}.down_proj.weight"],
+        self.experts = ops.ready_experts(
+            tuple(
+                (
+                    params[f"{prefix}experts.{e}.gate_proj.weight"],
+                    params[f"{prefix}experts.{e}.up_proj.weight"],
+                    params[f"{prefix}experts.{e}.down_proj.weight"],
+                )
+                for e in range(num_experts)
             )
-            for e in range(num_experts)
         )
         limit = config.swiglu_limit
         self.shared = FeedForward(ops, params, f"{prefix}shared_experts.", limit)

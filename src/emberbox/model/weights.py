@@ -5,7 +5,7 @@ value that is not finite are refusals, and all reasons of a refusal come at once
 stored is read off the tensors beside it, never off the config. Knows no kernels and no requests.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -54,9 +54,13 @@ class Piece:
     def is_quantised(self) -> bool:
         return self.format is not None and not self.format.is_plain
 
-    def loaded_bytes(self, item: int, decoded: bool) -> int:
+    @property
+    def format_name(self) -> str:
+        return "" if self.format is None else self.format.name
+
+    def loaded_bytes(self, item: int, decoded: bool, kept: Container[str]) -> int:
         """As `Assignment.loaded_bytes`, of this parameter."""
-        if self.is_quantised and decoded:
+        if self.is_quantised and decoded and self.format_name not in kept:
             return prod(self.parameter.shape) * item
         infos = self.infos.values()
         return sum(i.num_bytes * (item // 2 if i.dtype == "BF16" else 1) for i in infos)
@@ -99,16 +103,23 @@ class Assignment:
         return sum(info.num_bytes for placement in self.placements for info in placement.infos())
 
     @property
+    def quantised_formats(self) -> frozenset[str]:
+        """Names of the quantised formats that weights are stored in."""
+        pieces = (piece for p in self.placements for piece in p.pieces)
+        return frozenset(piece.format_name for piece in pieces if piece.is_quantised)
+
+    @property
     def has_quantised(self) -> bool:
         """Whether any weight is stored in a quantised format."""
-        return any(piece.is_quantised for p in self.placements for piece in p.pieces)
+        return bool(self.quantised_formats)
 
-    def loaded_bytes(self, item: int, *, decoded: bool = False) -> int:
+    def loaded_bytes(self, item: int, *, decoded: bool = False, kept: Container[str] = ()) -> int:
         """Bytes in memory once loaded, where plain BF16 matrices take `item` bytes a weight.
 
-        `decoded`: quantised weights do too.
+        `decoded`: quantised weights do too, but for those of formats named in `kept`.
         """
-        return sum(piece.loaded_bytes(item, decoded) for p in self.placements for piece in p.pieces)
+        pieces = (piece for p in self.placements for piece in p.pieces)
+        return sum(piece.loaded_bytes(item, decoded, kept) for piece in pieces)
 
     def without(self, part: Part) -> "Assignment":
         """The same, with the tensors of MTP layer or vision tower left on disk, as `spare`."""

@@ -43,13 +43,18 @@ def build(source: Source, arch: str, cache_folder: Path | None = None) -> Path:
     `cache_folder`: None takes EMBERBOX_CACHE. Raises EnvironmentProblem where NVRTC or its headers
     are missing or the cache cannot be written, OpError where the source does not compile.
     """
-    if not (arch.startswith("sm_") and arch[3:].rstrip("af").isdigit()):
-        raise SettingsError(f"architecture: {arch!r}", hint="expected one such as sm_90 or sm_121")
+    check_architecture(arch)
     folder = default_cache() if cache_folder is None else cache_folder
     target = folder / f"{source.path.stem}-{arch}-{cache_key(source, arch)}.cubin"
     if not target.exists():
         _write(target, compile_cubin(source, arch))
     return target
+
+
+def check_architecture(arch: str) -> None:
+    """Raises SettingsError for what is no architecture's name."""
+    if not (arch.startswith("sm_") and arch[3:].rstrip("af").isdigit()):
+        raise SettingsError(f"architecture: {arch!r}", hint="expected one such as sm_90 or sm_121")
 
 
 def default_cache() -> Path:

@@ -7,7 +7,7 @@ truth in plain torch, `kernel_*.py` faster forms with the same signature.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -19,11 +19,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A fast version, named by import path: a machine that cannot run it never imports it."""
+    """A fast version, named by import path: a machine that cannot run it never imports it.
+
+    `ready` names a function that makes of weights, once and at load, what the kernel reads without
+    further work; it may return them as they are. `tolerance` is the kernel's own where it rounds
+    what the reference does not.
+    """
 
     path: str  # "emberbox.ops.kda_chunk.kernel_torch:kda_chunk"
     device: str  # torch device type it runs on
     min_capability: tuple[int, int] = (0, 0)
+    ready: str = ""  # "emberbox.ops.prepared:prepared"
+    tolerance: Mapping[torch.dtype, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +55,35 @@ class Op(Generic[P, R]):
         """Choose once: the first kernel that runs on `device`, otherwise the reference."""
         for name, kernel in self.kernels.items():
             if kernel.device == device.type and capability >= kernel.min_capability:
-                return Bound(name, self.load(name))
+                ready = _imported(kernel.ready) if kernel.ready else None
+                return Bound(name, self.load(name), ready)
         return Bound("reference", self.reference)
+
+    def tolerance_of(self, name: str, dtype: torch.dtype) -> float:
+        """The largest relative error of the kernel called `name`, or of the "reference"."""
+        own = self.kernels[name].tolerance if name in self.kernels else None
+        return (self.tolerance if own is None else own)[dtype]
 
     def load(self, name: str) -> Callable[P, R]:
         """Import the kernel called `name`. Raises OpError if this op has none of that name."""
         if name not in self.kernels:
             known = ", ".join(self.kernels) or "none"
             raise OpError(f"{self.name}: no kernel {name!r}", hint=f"kernels of this op: {known}")
-        module, _, attribute = self.kernels[name].path.partition(":")
-        return cast("Callable[P, R]", getattr(import_module(module), attribute))
+        return cast("Callable[P, R]", _imported(self.kernels[name].path))
 
 
 @dataclass(frozen=True, slots=True)
 class Bound(Generic[P, R]):
-    """The implementation chosen for an op, and its name for the op table."""
+    """The implementation chosen for an op, its name for the op table, and its kernel's `ready`."""
 
     name: str
     function: Callable[P, R]
+    ready: Callable[[Any], Any] | None = None
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, attribute = path.partition(":")
+    return cast("Callable[..., Any]", getattr(import_module(module), attribute))
 
 
 def require(condition: bool, message: str, *values: object) -> None:

@@ -34,7 +34,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u
 
 // Where the architecture lets a kernel start before the one before it has ended: wait until that has
 // and its results can be seen, then let the next one start. Only what no kernel writes (weights) and
-// what was written two kernels ago may be read before.
+// what was written two kernels ago may be read before. Every block takes its turn, even one that has
+// nothing to do: the end of a kernel says that those before it have ended.
 __device__ __forceinline__ void take_turn() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

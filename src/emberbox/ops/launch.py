@@ -20,7 +20,7 @@ HEADERS = tuple(sorted(Path(__file__).parent.glob("*.cuh")))
 THREADS = 256  # of every block
 WARPS = THREADS // 32
 OVERLAP_CAPABILITY = (9, 0)
-DEFAULT_SHARED = 48 << 10  # bytes that a block may ask for without more ado
+DEFAULT_SHARED = 40 << 10  # bytes that a block of ours may ask for without more ado
 Macros = tuple[tuple[str, int], ...]
 
 

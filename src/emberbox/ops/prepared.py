@@ -6,20 +6,21 @@ words of 32 lanes lie together in loads of 16, then 8, then 4 bytes, so that a w
 contiguous. Matrices are stored by 128 outputs, then by 16 inputs. Nothing else knows this layout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from emberbox.errors import OpError
 from emberbox.formats import exl3
-from emberbox.formats.base import Format, Part, QuantTensor, Shape, ShapePattern
+from emberbox.formats.base import Format, Part, QuantTensor, Shape, ShapePattern, StoredTensor
 from emberbox.formats.trellis import RATES, TILE
 
 # I inputs, O outputs, n words of a stored tile, W = n / 8 words of a lane
 LANES = 32
 TILES = 8  # side by side in one load
 NIBBLE = 4
+PIECE_BYTES = 32 << 20  # repacked at a time, which takes several times as much
 
 
 def prepare(trellis: Tensor) -> Tensor:
@@ -33,9 +34,15 @@ def prepare(trellis: Tensor) -> Tensor:
             f"prepare: tiles {list(trellis.shape)}, expected a multiple of {TILES} tiles of "
             f"one of {sorted(RATES)} words"
         )
-    nibbles = _nibbles(trellis).reshape(rows, columns // TILES, TILES, LANES, -1)
-    by_lane = nibbles.permute(1, 0, 3, 2, 4).flatten(-2)  # [O/128, I/16, 32, 8 W]
-    return _chunked(_words(by_lane))
+    groups, size = columns // TILES, LANES * num_words // TILES
+    out = torch.empty(groups, rows, size, dtype=torch.int32, device=trellis.device)
+    step = max(1, PIECE_BYTES // (4 * rows * size))
+    for start in range(0, groups, step):
+        piece = trellis[:, start * TILES : (start + step) * TILES]
+        nibbles = _nibbles(piece).reshape(rows, -1, TILES, LANES, num_words // 8)
+        by_lane = nibbles.permute(1, 0, 3, 2, 4).flatten(-2)  # [O/128, I/16, 32, 8 W]
+        out[start : start + step] = _chunked(_words(by_lane))
+    return out
 
 
 def restore(prepared: Tensor) -> Tensor:
@@ -61,6 +68,15 @@ def part_shapes(shape: Shape) -> dict[str, ShapePattern]:
     }
 
 
+def check(parts: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """What the shapes of single parts cannot say."""
+    size = parts["words"].shape[-1]
+    if size % LANES or size // LANES * TILES not in RATES:
+        yield f".words: {size} words of 16 x 128 weights, expected {LANES // TILES} n of a rate"
+    if all(marker in parts for marker in exl3.MARKERS):
+        yield ".mcg: held beside .mul1, a weight has one codebook"
+
+
 def decode(parts: Mapping[str, Tensor], shape: Shape) -> Tensor:
     """float32 [out, in], what the stored weight decodes to."""
     return exl3.decode({**parts, "trellis": restore(parts["words"])}, shape)
@@ -80,6 +96,7 @@ PREPARED = Format(
     part_shapes=part_shapes,
     decode=decode,
     encode=exl3.encode,
+    check=check,
 )
 
 

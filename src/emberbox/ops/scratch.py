@@ -1,6 +1,7 @@
 """Working memory of kernels on a device, one piece per purpose, which launches of a stream share.
 
-Pieces only grow; a captured graph keeps the piece that it was captured with alive. Counters are
+Pieces only grow, and are best first taken before a graph is captured, whose own memory they would
+lie in otherwise; a captured graph keeps the piece that it was captured with alive. Counters are
 zero between launches: whoever counts to the end sets them back.
 """
 

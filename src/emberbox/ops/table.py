@@ -6,7 +6,7 @@ network in plain torch, the form every kernel answers to.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,7 +65,11 @@ OPS: Mapping[str, Op[..., Any]] = {
 }
 
 # Ops of one format: QuantTensor.format.name -> op. A format without an entry uses linear_quant.
-LINEAR_BY_FORMAT: Mapping[str, str] = {"exl3": "linear_exl3"}
+LINEAR_BY_FORMAT: Mapping[str, str] = {
+    "exl3": "linear_exl3",
+    "exl3_prepared": "linear_exl3",
+}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class OpTable:
     moe_experts: Callable[..., Tensor]
     vision_attention: Callable[..., Tensor]
     names: Mapping[str, str]
+    readies: Mapping[str, Callable[[Any], Any]]
 
     @classmethod
     def reference(cls) -> "OpTable":
@@ -104,9 +109,22 @@ class OpTable:
         """The product to use with `weight`, by its format."""
         if not isinstance(weight, QuantTensor):
             return self.linear
-        name = LINEAR_BY_FORMAT.get(weight.format.name, "linear_quant")
-        function: Callable[..., Tensor] = getattr(self, name)
+        function: Callable[..., Tensor] = getattr(self, _linear_op(weight.format.name))
         return function
+
+    def reads(self, format_name: str) -> bool:
+        """Whether a kernel multiplies with weights of a format without decoding them as a whole."""
+        return _linear_op(format_name) in self.readies
+
+    def ready(self, weight: QuantTensor) -> QuantTensor:
+        """The weight in the form in which its product reads it; for once, at load."""
+        made: QuantTensor = self.readies.get(_linear_op(weight.format.name), _as_it_is)(weight)
+        return made
+
+    def ready_experts(self, experts: T) -> T:
+        """The projections of `moe_experts`, likewise."""
+        made: T = self.readies.get("moe_experts", _as_it_is)(experts)
+        return made
 
     def describe(self) -> list[tuple[str, str]]:
         """(op, implementation) in order, for logs, `doctor` and receipts."""
@@ -121,4 +139,13 @@ def bind_all(device: torch.device, capability: tuple[int, int] = (0, 0)) -> OpTa
 def _table(bound: Mapping[str, Bound[..., Any]]) -> OpTable:
     functions = {name: choice.function for name, choice in bound.items()}
     names = {name: choice.name for name, choice in bound.items()}
-    return OpTable(**functions, names=names)
+    readies = {name: choice.ready for name, choice in bound.items() if choice.ready is not None}
+    return OpTable(**functions, names=names, readies=readies)
+
+
+def _linear_op(format_name: str) -> str:
+    return LINEAR_BY_FORMAT.get(format_name, "linear_quant")
+
+
+def _as_it_is(value: T) -> T:
+    return value

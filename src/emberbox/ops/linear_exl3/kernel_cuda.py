@@ -18,6 +18,7 @@ from emberbox.ops.scratch import counters, scratch
 
 SOURCE = Path(__file__).with_name("linear_exl3.cu")
 MAX_ROWS = 16
+FEW_STEP = 2  # what the macro is where it says nothing
 ROW_STEP = 8  # rows of one tensor instruction
 BLOCK_ROWS = 128
 GEMM_SHARED = 24 << 10  # bytes for each k-tile of a stage
@@ -51,9 +52,9 @@ def codebook_number(weight: QuantTensor) -> int:
     return CODEBOOKS[named[0] if named else "3inst"]
 
 
-def gemm_step(device: torch.device) -> int:
+def gemm_step(arch: str) -> int:
     """k-tiles of a stage of the kernels for many rows."""
-    return 4 if arch_of(device) in WIDE_ARCHS else 2
+    return 4 if arch in WIDE_ARCHS else 2
 
 
 def _few(x: Tensor, weight: QuantTensor, bias: Tensor | None, y: Tensor) -> None:
@@ -87,7 +88,7 @@ def _num_blocks(input_groups: int, output_groups: int, device: torch.device) -> 
 def _many(x: Tensor, weight: QuantTensor, bias: Tensor | None, y: Tensor) -> None:
     words, suh, svh = (weight.parts[name] for name in ("words", "suh", "svh"))
     num_rows, inputs, outputs = len(x), len(suh), len(svh)
-    step = gemm_step(x.device)
+    step = gemm_step(arch_of(x.device))
     program = _program(x, weight, step=step)
     padded = -(-num_rows // ROW_STEP) * ROW_STEP
     rotated = scratch("rotated", padded * inputs, torch.float16, x.device)
@@ -104,7 +105,7 @@ def _many(x: Tensor, weight: QuantTensor, bias: Tensor | None, y: Tensor) -> Non
     )
 
 
-def _program(x: Tensor, weight: QuantTensor, row_tiles: int = 1, step: int = 2) -> Program:
+def _program(x: Tensor, weight: QuantTensor, row_tiles: int = 1, step: int = FEW_STEP) -> Program:
     macros = {
         "RATE": weight.parts["words"].shape[-1] // LANES,
         "CODEBOOK": codebook_number(weight),

@@ -10,10 +10,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void rotate(const void* __restr
                                                              int K, int I) {
   const int lane = threadIdx.x & 31, groups = I / GROUP;
   const int task = blockIdx.x * WARPS + (threadIdx.x >> 5);
-  if (task >= rows * groups) return;
   const int row = task / groups, start = task % groups * GROUP;
   const float4 scale = scales(suh + start, lane);
   take_turn();
+  if (row >= rows) return;
   const void* at = reinterpret_cast<const Activation<X_TYPE>::type*>(x) + (size_t)row * K;
   const float4 v = read_four<X_TYPE>(at, start + 4 * lane, K);
   store_swizzled(rotated + (size_t)row * I + start,

@@ -1,19 +1,18 @@
 """The routed experts of a layer in prepared EXL3, and the table by which kernels find them."""
 
-from collections.abc import Sequence
 from functools import cached_property
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from emberbox.formats import exl3
 from emberbox.formats.base import QuantTensor
-from emberbox.ops.contract import require
 from emberbox.ops.linear_exl3.kernel_cuda import codebook_number
-from emberbox.ops.prepared import LANES, PREPARED
+from emberbox.ops.prepared import LANES, PREPARED, prepared
 
 CODEBOOK_STEP = 4  # kind = 4 rate + codebook
-Projections = Sequence[tuple[Tensor | QuantTensor, ...]]
+Projections = tuple[tuple[Tensor | QuantTensor, ...], ...]
 
 
 class ExpertBank(tuple[tuple[QuantTensor, ...], ...]):
@@ -21,18 +20,6 @@ class ExpertBank(tuple[tuple[QuantTensor, ...], ...]):
 
     Rates and codebooks may differ, shapes may not.
     """
-
-    def require_uniform(self) -> None:
-        """Raises OpError for shapes that differ or are not whole Hadamard blocks."""
-        shapes = {tuple(weight.shape for weight in expert) for expert in self}
-        require(len(shapes) == 1, "moe_experts: experts of {} different shapes", len(shapes))
-        sizes = next(iter(shapes))
-        require(
-            all(size % exl3.BLOCK == 0 for shape in sizes for size in shape),
-            "moe_experts: matrices {}, expected multiples of {}",
-            sizes,
-            exl3.BLOCK,
-        )
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -54,19 +41,24 @@ class ExpertBank(tuple[tuple[QuantTensor, ...], ...]):
         return tuple(sorted(entry)), tuple(sorted(down))
 
 
-def bank_of(projections: Projections) -> ExpertBank | None:
-    """The experts as a bank; None where one of them is not prepared. Raises OpError."""
+def bank_of(projections: Projections) -> Projections:
+    """An ExpertBank of EXL3 experts, of one shape, in whole Hadamard blocks; others as they are."""
     if isinstance(projections, ExpertBank):
         return projections
     experts = []
     for expert in projections:
-        matrices = tuple(w for w in expert if isinstance(w, QuantTensor) and w.format is PREPARED)
+        matrices = tuple(prepared(w) for w in expert if _is_exl3(w))
         if len(matrices) < len(expert):
-            return None
+            return projections
         experts.append(matrices)
-    bank = ExpertBank(experts)
-    bank.require_uniform()
-    return bank
+    shapes = {tuple(weight.shape for weight in expert) for expert in experts}
+    if len(shapes) != 1 or any(n % exl3.BLOCK for shape in next(iter(shapes)) for n in shape):
+        return projections
+    return ExpertBank(experts)
+
+
+def _is_exl3(weight: Tensor | QuantTensor) -> TypeGuard[QuantTensor]:
+    return isinstance(weight, QuantTensor) and weight.format in (exl3.FORMAT, PREPARED)
 
 
 def kind_of(weight: QuantTensor) -> int:

@@ -9,30 +9,29 @@ from torch import Tensor
 
 from emberbox.ops.contract import require
 from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
-from emberbox.ops.moe_experts import reference
-from emberbox.ops.moe_experts.bank import Projections, bank_of
+from emberbox.ops.moe_experts import PREFILL_TOKENS, reference
+from emberbox.ops.moe_experts.bank import ExpertBank, Projections, bank_of
 from emberbox.ops.moe_experts.decode_cuda import MAX_SLOTS, MAX_TOKENS, Chosen, decode
 from emberbox.ops.moe_experts.prefill_cuda import prefill
-
-PREFILL_TOKENS = 4096  # at once: 1.9 GB of working memory at the released shapes and 8 experts
 
 
 def moe_experts(
     x: Tensor, experts: Tensor, weights: Tensor, projections: Projections, limit: float
 ) -> Tensor:
-    """x [T, H] float32, float16 or bfloat16 on a CUDA device; see the op's contract.
+    """x [T, H] on a CUDA device; see the op's contract.
 
-    Experts that are not all prepared (ops.prepared) go through the reference.
+    Experts that make no bank, and activations of another type than X_TYPES, are left to the
+    reference.
     """
     bank = bank_of(projections)
-    if bank is None:
-        return reference.moe_experts(x, experts, weights, tuple(projections), limit)
-    require(x.dtype in X_TYPES, "moe_experts: x is {}, expected one of {}", x.dtype, list(X_TYPES))
+    if not isinstance(bank, ExpertBank) or x.dtype not in X_TYPES:
+        return reference.moe_experts(x, experts, weights, projections, limit)
+    hidden, _ = bank.widths
     require(
-        x.shape[-1] == bank.widths[0],
+        x.shape[-1] == hidden,
         "moe_experts: x has {} channels, the experts {}",
         x.shape[-1],
-        bank.widths[0],
+        hidden,
     )
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
     if len(x) <= MAX_TOKENS and experts.numel() <= MAX_SLOTS:

@@ -172,9 +172,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void down(
   const int out = blockIdx.x % groups, run = blockIdx.x / groups, start = out * GROUP;
   const Runs runs{const_cast<int*>(runs_at)};
   const int first = runs.first(run), rows = runs.first(run + 1) - first, count = runs.count();
-  if (run >= count) return;
-  const Matrix matrix = matrices[runs.expert(run) * MATRICES + 2];
-  if (matrix.kind != 4 * RATE + CODEBOOK) return;
+  const Matrix matrix = matrices[runs.expert(min(run, count - 1)) * MATRICES + 2];
+  if (run >= count || matrix.kind != 4 * RATE + CODEBOOK) {
+    take_turn();  // a kernel that ends has taken its turn: others rely on the one before it too
+    return;
+  }
   float acc[ROW_TILES][TILES][4] = {};
   multiply_run(acc, matrix, inner, first, rows, out, W);
 #pragma unroll

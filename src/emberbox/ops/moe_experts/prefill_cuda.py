@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from emberbox.formats import exl3
-from emberbox.ops.launch import WARPS, Program
+from emberbox.ops.launch import WARPS, Program, arch_of
 from emberbox.ops.linear_exl3.kernel_cuda import (
     BLOCK_ROWS,
     GEMM_SHARED,
@@ -79,11 +79,11 @@ class _Prefill:
             "multiply_tiles",
             len(self.tiles) * (outputs // exl3.BLOCK),
             (self.bank.matrices, self.tiles, rows, self.slot_of, weights, out, *sizes),
-            gemm_step(self.x.device) * GEMM_SHARED,
+            gemm_step(arch_of(self.x.device)) * GEMM_SHARED,
         )
 
     def _program(self, kind: int) -> Program:
-        step = ("STEP", gemm_step(self.x.device))
+        step = ("STEP", gemm_step(arch_of(self.x.device)))
         macros = (*macros_of(kind), ("X_TYPE", X_TYPES[self.x.dtype]), step)
         return Program(SOURCE, macros, self.x.device)
 
