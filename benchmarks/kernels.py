@@ -41,7 +41,7 @@ from emberbox.device import Device
 from emberbox.ops.build import build, nvrtc_version
 from emberbox.ops.launch import arch_of, source
 from emberbox.ops.linear_exl3.kernel_cuda import SOURCE as LINEAR
-from emberbox.ops.linear_exl3.kernel_cuda import WIDE_ARCHS, linear_exl3
+from emberbox.ops.linear_exl3.kernel_cuda import gemm_step, linear_exl3
 from emberbox.ops.moe_experts.decode_cuda import SOURCE as DECODE
 from emberbox.ops.moe_experts.prefill_cuda import SOURCE as PREFILL
 
@@ -126,19 +126,21 @@ def builds(arch: str) -> list[Build]:
     """Of every case, and of the kernels that are read for the other machine."""
     tiles = (1, 2)
     found = [
-        (LINEAR, linear_macros(k, row_tiles), arch) for k in (2, 3, 4, 6) for row_tiles in tiles
+        (LINEAR, linear_macros(k, row_tiles, arch), arch)
+        for k in (2, 3, 4, 6)
+        for row_tiles in tiles
     ]
     found += [
         (DECODE, decode_macros(k, row_tiles), arch) for k in (2, 2.5, 3, 4) for row_tiles in tiles
     ]
-    step = ("STEP", 4 if arch in WIDE_ARCHS else 2)
+    step = ("STEP", gemm_step(arch))
     found.append((PREFILL, (*kind_macros(2), ("X_TYPE", BFLOAT16), step), arch))
-    return found + [(path, macros, SMALL_BOX) for path, macros, _ in read(arch)]
+    return found + read(SMALL_BOX)
 
 
 def read(arch: str) -> list[Build]:
     """Cubins whose loops are counted: one row tile, the rates of the bars and of the head."""
-    kinds = [(LINEAR, linear_macros(k, 1), arch) for k in (2, 3, 4, 6)]
+    kinds = [(LINEAR, linear_macros(k, 1, arch), arch) for k in (2, 3, 4, 6)]
     return kinds + [(DECODE, decode_macros(k, 1), arch) for k in (2, 2.5, 3, 4)]
 
 
@@ -147,9 +149,10 @@ def kind_macros(k: float) -> Macros:
     return (("RATE", round(2 * k)), ("CODEBOOK", MUL1))
 
 
-def linear_macros(k: float, row_tiles: int) -> Macros:
-    """Of a few rows."""
-    return (*kind_macros(k), ("ROW_TILES", row_tiles), ("STEP", 2), ("X_TYPE", BFLOAT16))
+def linear_macros(k: float, row_tiles: int, arch: str) -> Macros:
+    """Of products with one weight."""
+    step = ("STEP", gemm_step(arch))
+    return (*kind_macros(k), ("ROW_TILES", row_tiles), step, ("X_TYPE", BFLOAT16))
 
 
 def decode_macros(k: float, row_tiles: int) -> Macros:
@@ -169,7 +172,7 @@ def machine_code(arch: str) -> list[dict[str, Any]]:
     if tool is None:
         print("there is no cuobjdump: no instruction is counted", flush=True)
         return []
-    pairs = [(path, macros, each) for path, macros, _ in read(arch) for each in (arch, SMALL_BOX)]
+    pairs = [each for both in zip(read(arch), read(SMALL_BOX), strict=True) for each in both]
     return [entry for what in pairs for entry in _entries(tool, what)]
 
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks import kernel_cases, kernel_timing, kernels
 from emberbox.ops.launch import Program
 from emberbox.ops.linear_exl3 import kernel_cuda as linear
-from emberbox.ops.moe_experts import decode_cuda
+from emberbox.ops.moe_experts import decode_cuda, prefill_cuda
 
 SMALL = {
     "DEVICE": torch.device("cpu"),
@@ -39,7 +39,8 @@ def launches(monkeypatch):
     monkeypatch.setattr(kernel_cases, "replayed", each_call)
     monkeypatch.setattr(kernel_cases, "launched", each_call)
     monkeypatch.setattr(Program, "launch", note)
-    monkeypatch.setattr(linear, "arch_of", lambda _: "sm_90")
+    for module in (linear, prefill_cuda):
+        monkeypatch.setattr(module, "arch_of", lambda _: "sm_90")
     for module in (linear, decode_cuda):
         monkeypatch.setattr(module, "num_multiprocessors", lambda _: 132)
     return found

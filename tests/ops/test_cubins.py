@@ -43,11 +43,8 @@ DYNAMIC_BYTES = {
 
 
 def source_of(file, arch, kind=TWO_BITS, row_tiles=1):
-    """row_tiles: 0 for many rows."""
     if file == "linear_exl3":
-        if row_tiles == 0:
-            return ahead.linear_many(kind, ahead.BFLOAT16, arch)
-        return ahead.linear(kind, row_tiles, ahead.BFLOAT16)
+        return ahead.linear(kind, row_tiles, ahead.BFLOAT16, arch)
     if file == "moe_decode":
         return ahead.decode(kind, row_tiles, ahead.BFLOAT16)
     return ahead.prefill(kind, ahead.BFLOAT16, arch)
@@ -60,8 +57,7 @@ def sources_of(file, arch):
             if file == "moe_prefill":
                 yield ahead.prefill(kind, x_type, arch)
             elif file == "linear_exl3":
-                yield ahead.linear_many(kind, x_type, arch)
-                yield from (ahead.linear(kind, tiles, x_type) for tiles in (1, 2))
+                yield from (ahead.linear(kind, tiles, x_type, arch) for tiles in (1, 2))
             else:
                 pairs = product((1, 2), (0, 1))
                 yield from (ahead.decode(kind, tiles, x_type, logits) for tiles, logits in pairs)
@@ -111,8 +107,6 @@ def test_it_compiles_for_every_architecture(file, arch):
 def test_two_blocks_fit_on_a_gb10_and_nothing_is_spilled(file, kind):
     code = cubin(file, "sm_121", kind)
     check_fit(file, code)
-    if file == "linear_exl3" and kind == TWO_BITS:
-        check_fit(file, cubin(file, "sm_121", kind, 0))
     assert {
         name: used.stack_bytes for name, used in resources(code).items() if used.stack_bytes
     } == {}
@@ -161,7 +155,7 @@ def test_instructions_written_by_hand_are_of_the_common_path():
 def test_all_macros_compile(file, arch):
     compiler_or_skip()
     sources = list(sources_of(file, arch))
-    assert len(sources) == 27 * 3 * {"linear_exl3": 3, "moe_decode": 4, "moe_prefill": 1}[file]
+    assert len(sources) == 27 * 3 * {"linear_exl3": 2, "moe_decode": 4, "moe_prefill": 1}[file]
     for source, path in zip(sources, build_all(sources, arch), strict=True):
         if arch == "sm_121":
             check_fit(f"{file} {dict(source.macros)}", path.read_bytes())
@@ -169,7 +163,7 @@ def test_all_macros_compile(file, arch):
 
 def test_what_is_built_ahead_is_what_files_hold():
     found = {(s.path.stem, *sorted(s.macros.items())) for s in ahead.sources("sm_121")}
-    assert len(found) == len(ahead.sources("sm_121")) == 63 + 27 + 42 + 21
+    assert len(found) == len(ahead.sources("sm_121")) == 60 + 42 + 21
     rates = {s.macros["RATE"] for s in ahead.sources("sm_121")}
     assert rates == {2, 3, 4, 5, 6, 7, 8, 10, 12}
 

@@ -54,9 +54,8 @@ def gpu():
         str(source): source
         for kind, dtype in pairs
         for source in (
-            ahead.linear(macros_of(kind), 1, X_TYPES[dtype]),
-            ahead.linear(macros_of(kind), 2, X_TYPES[dtype]),
-            ahead.linear_many(macros_of(kind), X_TYPES[dtype], arch),
+            ahead.linear(macros_of(kind), 1, X_TYPES[dtype], arch),
+            ahead.linear(macros_of(kind), 2, X_TYPES[dtype], arch),
         )
     }
     build_all(sources.values(), arch)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from emberbox.formats.trellis import RATES, is_half_rate
 from emberbox.ops.build import Source
 from emberbox.ops.launch import source
-from emberbox.ops.linear_exl3.kernel_cuda import CODEBOOKS, FEW_STEP, SOURCE, gemm_step
+from emberbox.ops.linear_exl3.kernel_cuda import CODEBOOKS, SOURCE, gemm_step
 from emberbox.ops.moe_experts.decode_cuda import SOURCE as DECODE_SOURCE
 from emberbox.ops.moe_experts.prefill_cuda import SOURCE as PREFILL_SOURCE
 
@@ -33,23 +33,16 @@ def sources(arch: str) -> list[Source]:
     in_mul1 = [kind for kind in kinds() if kind[1] == CODEBOOKS["mul1"]]
     pairs = [*((kind, BFLOAT16) for kind in kinds()), *((kind, FLOAT32) for kind in in_mul1)]
     return [
-        *(linear(kind, rows, x_type) for kind, x_type in pairs for rows in ROW_TILES),
-        *(linear_many(kind, x_type, arch) for kind, x_type in pairs),
+        *(linear(kind, rows, x_type, arch) for kind, x_type in pairs for rows in ROW_TILES),
         *(decode(kind, rows, BFLOAT16) for kind in kinds() for rows in ROW_TILES),
         *(prefill(kind, BFLOAT16, arch) for kind in kinds()),
     ]
 
 
-def linear(kind: tuple[int, int], row_tiles: int, x_type: int) -> Source:
-    """Products of up to 16 rows with one weight. x_type: a macro X_TYPE."""
-    macros = {**_kind(kind), "ROW_TILES": row_tiles, "X_TYPE": x_type, "STEP": FEW_STEP}
-    return source(SOURCE, macros)
-
-
-def linear_many(kind: tuple[int, int], x_type: int, arch: str) -> Source:
-    """Products of more rows."""
-    macros = {**_kind(kind), "ROW_TILES": 1, "X_TYPE": x_type, "STEP": gemm_step(arch)}
-    return source(SOURCE, macros)
+def linear(kind: tuple[int, int], row_tiles: int, x_type: int, arch: str) -> Source:
+    """Products with one weight, of up to 16 rows or, with one row tile, many. x_type: X_TYPE."""
+    macros = {"ROW_TILES": row_tiles, "X_TYPE": x_type, "STEP": gemm_step(arch)}
+    return source(SOURCE, {**_kind(kind), **macros})
 
 
 def decode(kind: tuple[int, int], row_tiles: int, x_type: int, logits: int = 0) -> Source:

@@ -18,7 +18,6 @@ from emberbox.ops.scratch import counters, scratch
 
 SOURCE = Path(__file__).with_name("linear_exl3.cu")
 MAX_ROWS = 16
-FEW_STEP = 2  # what the macro is where it says nothing
 ROW_STEP = 8  # rows of one tensor instruction
 BLOCK_ROWS = 128
 GEMM_SHARED = 24 << 10  # bytes for each k-tile of a stage
@@ -88,8 +87,7 @@ def _num_blocks(input_groups: int, output_groups: int, device: torch.device) -> 
 def _many(x: Tensor, weight: QuantTensor, bias: Tensor | None, y: Tensor) -> None:
     words, suh, svh = (weight.parts[name] for name in ("words", "suh", "svh"))
     num_rows, inputs, outputs = len(x), len(suh), len(svh)
-    step = gemm_step(arch_of(x.device))
-    program = _program(x, weight, step=step)
+    program = _program(x, weight)
     padded = -(-num_rows // ROW_STEP) * ROW_STEP
     rotated = scratch("rotated", padded * inputs, torch.float16, x.device)
     program.launch(
@@ -101,16 +99,16 @@ def _many(x: Tensor, weight: QuantTensor, bias: Tensor | None, y: Tensor) -> Non
         "multiply_many",
         -(-num_rows // BLOCK_ROWS) * (outputs // exl3.BLOCK),
         (words, rotated, svh, bias, y, num_rows, inputs, outputs, weight.shape[0]),
-        step * GEMM_SHARED,
+        gemm_step(arch_of(x.device)) * GEMM_SHARED,
     )
 
 
-def _program(x: Tensor, weight: QuantTensor, row_tiles: int = 1, step: int = FEW_STEP) -> Program:
+def _program(x: Tensor, weight: QuantTensor, row_tiles: int = 1) -> Program:
     macros = {
         "RATE": weight.parts["words"].shape[-1] // LANES,
         "CODEBOOK": codebook_number(weight),
         "ROW_TILES": row_tiles,
-        "STEP": step,
+        "STEP": gemm_step(arch_of(x.device)),
         "X_TYPE": X_TYPES[x.dtype],
     }
     return Program(SOURCE, tuple(macros.items()), x.device)
