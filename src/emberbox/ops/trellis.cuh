@@ -21,9 +21,9 @@ struct Rate {
   }
 };
 
-// The bits that windows of one tile are cut from: a lane's own, and the history before them.
+// The bits that windows of one tile are cut from, 96 at most: a lane's own, the history before them.
 struct Bits {
-  u32 low, high;
+  u32 low, high, first;
 };
 
 // History and own bits of tile `i`; all lanes of a warp together. words: of this lane, from tile 0 on.
@@ -34,7 +34,7 @@ __device__ __forceinline__ Bits bits_of_tile(const u32 (&words)[N], int i, int l
   const int at = i * own, word = at / 32, offset = at % 32;
   if constexpr (own == 16) {  // two tiles share a word, and its shuffle
     const u32 mine = words[word], theirs = __shfl_sync(ALL, mine, before);
-    return {__byte_perm(mine, theirs, offset ? 0x5410 : 0x7632), 0u};
+    return {__byte_perm(mine, theirs, offset ? 0x5410 : 0x7632), 0u, 0u};
   } else {
     // Own bits from the top of a word down.
     const u32 top = offset == 0           ? words[word]
@@ -42,18 +42,22 @@ __device__ __forceinline__ Bits bits_of_tile(const u32 (&words)[N], int i, int l
                     : word + 1 < N        ? __funnelshift_l(words[word + 1], words[word], offset)
                                           : 0u;
     if constexpr (own == 32) {
-      return {top, __shfl_sync(ALL, top, before)};
+      return {top, __shfl_sync(ALL, top, before), 0u};
     } else if constexpr (own < 32) {
       u32 history = __shfl_sync(ALL, top, before) >> (32 - own);
       if constexpr (own < 16)
         history |= __shfl_sync(ALL, top, (lane + 30) & 31) >> (32 - own) << own;
-      return {__funnelshift_r(top, history, 32 - own), own + 16 > 32 ? history >> (32 - own) : 0u};
+      return {__funnelshift_r(top, history, 32 - own), own + 16 > 32 ? history >> (32 - own) : 0u, 0u};
     } else {  // the last 32 own bits, and the first ones behind the history
       const int last = at + own - 32;
       const u32 low = last % 32 == 0
                           ? words[last / 32]
                           : __funnelshift_l(words[last / 32 + 1], words[last / 32], last % 32);
-      return {low, __funnelshift_l(top, __shfl_sync(ALL, low, before), own - 32)};
+      const u32 history = __shfl_sync(ALL, low, before);
+      if constexpr (own == 64)
+        return {low, top, history};
+      else
+        return {low, __funnelshift_l(top, history, own - 32), history >> (64 - own)};
     }
   }
 }
@@ -62,7 +66,9 @@ __device__ __forceinline__ Bits bits_of_tile(const u32 (&words)[N], int i, int l
 template <int TWO_K>
 __device__ __forceinline__ u32 window(Bits b, int j) {
   const int after = Rate<TWO_K>::after(j), shift = after % 8, byte = after / 8;
-  if (byte >= 4) return __byte_perm(shift ? b.high >> shift : b.high, 0, byte == 4 ? 0x4410 : 0x4421);
+  if (after > 48) return __funnelshift_r(b.high, b.first, after - 32) & 0xffffu;
+  if (byte >= 4)
+    return __byte_perm(shift ? b.high >> shift : b.high, 0, byte == 4 ? 0x4410 : byte == 5 ? 0x4421 : 0x4432);
   if (byte == 3) return __funnelshift_r(b.low, b.high, after) & 0xffffu;
   const u32 word = shift ? __funnelshift_r(b.low, b.high, shift) : b.low;
   return byte == 0 ? word & 0xffffu : __byte_perm(word, 0, byte == 1 ? 0x4421 : 0x4432);

@@ -54,7 +54,9 @@ def bank_of(projections: Projections) -> Projections:
     shapes = {tuple(weight.shape for weight in expert) for expert in experts}
     if len(shapes) != 1 or any(n % exl3.BLOCK for shape in next(iter(shapes)) for n in shape):
         return projections
-    return ExpertBank(experts)
+    bank = ExpertBank(experts)
+    bank.matrices  # noqa: B018  now: nothing may be copied while a graph is captured
+    return bank
 
 
 def _is_exl3(weight: Tensor | QuantTensor) -> TypeGuard[QuantTensor]:
