@@ -39,6 +39,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(kernel_cases, "replayed", each_call)
     monkeypatch.setattr(kernel_cases, "launched", each_call)
     monkeypatch.setattr(Program, "launch", note)
+    monkeypatch.setattr(Program, "load", lambda *_: None)
     for module in (linear, prefill_cuda):
         monkeypatch.setattr(module, "arch_of", lambda _: "sm_90")
     for module in (linear, decode_cuda):

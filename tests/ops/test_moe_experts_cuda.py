@@ -119,6 +119,7 @@ def test_what_a_launch_asks_for_is_compiled_ahead(monkeypatch):
         asked.add((program.path, tuple(sorted(program.macros))))
 
     monkeypatch.setattr(Program, "launch", record)
+    monkeypatch.setattr(Program, "load", lambda *_: None)
     for module in (decode_cuda, linear_kernels):
         monkeypatch.setattr(module, "num_multiprocessors", lambda device: 48)
     for module in (prefill_cuda, linear_kernels):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from emberbox.errors import EnvironmentProblem
+from emberbox.errors import EmberboxError
 
 if TYPE_CHECKING:
     from emberbox.device import Device
@@ -110,7 +110,7 @@ def check(device: "Device") -> dict[str, dict[str, Any]]:
         with Console(stderr=True).status("checking kernels; at first use they are compiled"):
             where = torch.device(device.torch_name)
             return worst(check_kernels(where, device.capability or (0, 0)))
-    except EnvironmentProblem as problem:
+    except (EmberboxError, RuntimeError) as problem:  # what is wrong is what is asked for
         return {"all": _facts(None, None, is_right=False, mismatch=str(problem))}
 
 

@@ -26,7 +26,7 @@ struct Activation<BFLOAT16> {
   static __device__ __nv_bfloat16 write(float v) { return __float2bfloat16_rn(v); }
 };
 
-// Channels 4 lane .. 4 lane + 3 from `start` on; beyond `size` they are zero.
+// Channels start .. start + 3; beyond `size` they are zero.
 template <int TYPE>
 __device__ __forceinline__ float4 read_four(const void* row, int start, int size) {
   typedef Activation<TYPE> A;

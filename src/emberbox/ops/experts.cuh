@@ -12,7 +12,9 @@ struct Matrix {
   long long kind;  // 4 TWO_K + codebook
 };
 
+// What is not a number stays so.
 __device__ __forceinline__ float activated(float gate, float up, float limit) {
-  gate = fminf(gate, limit);
-  return gate / (1.f + __expf(-gate)) * fminf(fmaxf(up, -limit), limit);
+  const float g = gate == gate ? fminf(gate, limit) : gate;
+  const float u = up == up ? fminf(fmaxf(up, -limit), limit) : up;
+  return g / (1.f + __expf(-g)) * u;
 }

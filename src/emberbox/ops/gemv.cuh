@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RT][TILES][4], const u32* 
   for (int d = 0; d < D; d++)
     if (d < count) s.fetch_rows(d, d);
   int i = 0;
-  for (; i + 2 * D <= count; i += D)  // without a branch inside: 4 % faster
+  for (; i + 2 * D <= count; i += D)  // without a branch inside: faster
 #pragma unroll
     for (int d = 0; d < D; d++) {
       u32 now[TWO_K];
@@ -174,7 +174,8 @@ __device__ __forceinline__ float4 times(float4 a, float4 b) {
 __device__ __forceinline__ void store_swizzled(__half* group, float4 v, int lane) {
   __half* tile = group + lane / 4 * 16;
   const int quad = lane & 3, at = (quad & 1) * 8 + quad / 2 * 2;
-  auto clamped = [](float f) { return fminf(fmaxf(f, -HALF_MAX), HALF_MAX); };
+  // What is not a number stays so, for whoever looks at the result.
+  auto clamped = [](float f) { return f == f ? fminf(fmaxf(f, -HALF_MAX), HALF_MAX) : f; };
   *reinterpret_cast<__half2*>(tile + at) = __floats2half2_rn(clamped(v.x), clamped(v.y));
   *reinterpret_cast<__half2*>(tile + at + 4) = __floats2half2_rn(clamped(v.z), clamped(v.w));
 }

@@ -1,6 +1,6 @@
 """Kernels of a .cu file on a device: compiled once, loaded once, launched on torch's own stream.
 
-Knows no op. A launch may be captured into a CUDA graph.
+Knows no op. A launch may be captured into a CUDA graph, if its kernel was loaded before.
 """
 
 import ctypes
@@ -59,17 +59,25 @@ class Program:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
         config.sharedMemBytes = shared
-        index = self.device.index or 0
         with torch.cuda.device(self.device):
             config.hStream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
             if torch.cuda.get_device_capability(self.device) >= OVERLAP_CAPABILITY:
                 config.attrs, config.numAttrs = [_overlap()], 1
-            function = _function(self.path, self.macros, name, index, shared > DEFAULT_SHARED)
+            function = self._function(name, shared)
             (status,) = driver.cuLaunchKernelEx(config, function, (values, types), 0)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise EnvironmentProblem(
                 f"{self.path.name}: {name} could not be launched: {status.name}"
             )
+
+    def load(self, *names: str) -> None:
+        """The kernels of those names, so that no launch fails when others have begun."""
+        for name in names:
+            self._function(name, 0)
+
+    def _function(self, name: str, shared: int) -> object:
+        wanted = shared if shared > DEFAULT_SHARED else 0
+        return _function(self.path, self.macros, name, self.device.index or 0, wanted)
 
 
 def arch_of(device: torch.device) -> str:
@@ -86,16 +94,19 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _function(path: Path, macros: Macros, name: str, index: int, needs_much: bool) -> object:
-    """needs_much: more shared memory than DEFAULT_SHARED, which has to be asked for."""
+def _function(path: Path, macros: Macros, name: str, index: int, shared: int) -> object:
+    """shared: bytes beyond DEFAULT_SHARED have to be asked for; else 0."""
     from cuda.bindings import driver
 
     handle = int(_module(path, macros, index).get_kernel(name).handle)
-    if needs_much:
-        properties: Any = torch.cuda.get_device_properties(index)
-        most = properties.shared_memory_per_block_optin
+    if shared:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.cuKernelSetAttribute(attribute, most, driver.CUkernel(handle), index)
+        (status,) = driver.cuKernelSetAttribute(attribute, shared, driver.CUkernel(handle), index)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise EnvironmentProblem(
+                f"{path.name}: {name} needs {shared} bytes of shared memory for a block, which the "
+                f"device refuses ({status.name})"
+            )
     return driver.CUfunction(handle)
 
 

@@ -28,7 +28,10 @@ CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
 def linear_exl3(x: Tensor, weight: QuantTensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] float32, float16 or bfloat16 on a CUDA device -> [..., N] in x's dtype."""
+    """x [..., K] float32, float16 or bfloat16 on a CUDA device -> [..., N] in x's dtype.
+
+    Raises OpError for another type, another width or a weight that is elsewhere.
+    """
     outputs, inputs = weight.shape
     require(x.dtype in X_TYPES, "linear_exl3: x is {}, expected one of {}", x.dtype, list(X_TYPES))
     require(
@@ -36,6 +39,9 @@ def linear_exl3(x: Tensor, weight: QuantTensor, bias: Tensor | None = None) -> T
         "linear_exl3: x has {} channels, the weight {}",
         x.shape[-1],
         inputs,
+    )
+    require(
+        weight.device == x.device, "linear_exl3: x on {}, the weight on {}", x.device, weight.device
     )
     rows = x.reshape(-1, inputs).contiguous()
     y = torch.empty(len(rows), outputs, dtype=x.dtype, device=x.device)

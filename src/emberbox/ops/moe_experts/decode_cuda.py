@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from emberbox.formats import exl3
+from emberbox.ops.contract import require
 from emberbox.ops.launch import WARPS, Program, num_multiprocessors
 from emberbox.ops.linear_exl3.kernel_cuda import ROW_STEP, X_TYPES
 from emberbox.ops.moe_experts.bank import ExpertBank, macros_of
@@ -15,7 +16,7 @@ from emberbox.ops.scratch import counters, scratch
 SOURCE = Path(__file__).with_name("moe_decode.cu")
 MAX_TOKENS = 16
 MAX_SLOTS = 256
-NUM_RUNS = 3 + 3 * MAX_SLOTS  # of struct Runs
+NUM_RUNS = 2 + 3 * MAX_SLOTS  # of struct Runs
 SORT_BLOCKS_PER_MULTIPROCESSOR = 4
 
 
@@ -68,7 +69,18 @@ class _Pieces:
 
 
 def decode(x: Tensor, bank: ExpertBank, limit: float, routing: Chosen | Logits) -> Tensor:
-    """x [T, H] with T <= MAX_TOKENS and T k <= MAX_SLOTS -> [T, H] in x's dtype."""
+    """x [T, H] -> [T, H] in x's dtype. Raises OpError for more tokens or slots than it takes.
+
+    Experts of a token are distinct and of the bank: that is not looked at.
+    """
+    require(
+        len(x) <= MAX_TOKENS and len(x) * routing.top <= MAX_SLOTS,
+        "moe_experts: {} tokens of {} experts, at most {} and {} together",
+        len(x),
+        routing.top,
+        MAX_TOKENS,
+        MAX_SLOTS,
+    )
     y = torch.empty_like(x)
     if not len(x):
         return y
@@ -76,6 +88,8 @@ def decode(x: Tensor, bank: ExpertBank, limit: float, routing: Chosen | Logits) 
     slots = len(x) * routing.top
     pieces = _Pieces.of(slots, hidden, width, x.device)
     entry_kinds, down_kinds = bank.kinds
+    for kind in (*entry_kinds, *down_kinds):
+        _program(x, kind, routing).load("sort_and_rotate", "gate_up", "down")
     _sort_and_rotate(_program(x, entry_kinds[0], routing), x, bank, routing, pieces)
     runs = min(slots, len(bank))
     matrices, floats, arrived = bank.matrices, pieces.floats, pieces.arrived

@@ -18,7 +18,7 @@ from emberbox.ops.moe_experts.prefill_cuda import prefill
 def moe_experts(
     x: Tensor, experts: Tensor, weights: Tensor, projections: Projections, limit: float
 ) -> Tensor:
-    """x [T, H] on a CUDA device; see the op's contract.
+    """x [T, H] on a CUDA device; see the op's contract. Raises OpError for another width.
 
     Experts that make no bank, and activations of another type than X_TYPES, are left to the
     reference.
@@ -33,7 +33,7 @@ def moe_experts(
         x.shape[-1],
         hidden,
     )
-    x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
+    x, experts, weights = x.contiguous(), experts.long().contiguous(), weights.float().contiguous()
     if len(x) <= MAX_TOKENS and experts.numel() <= MAX_SLOTS:
         return decode(x, bank, limit, Chosen(experts, weights))
     pieces = [
