@@ -2,7 +2,7 @@
 should be.
 
 What a folder's bytes are compared with is what it has: SHA256SUMS (files), tensors.sha256.json
-(tensors), both or neither; headers, sizes and index are checked always. Of a folder with files missing or
+(tensors), both or neither; headers, sizes and index are checked always. Where files are missing or
 cut the others are compared all the same. Knows no torch.
 """
 
