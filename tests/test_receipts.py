@@ -1,10 +1,12 @@
 """Every receipt of fidelity that is published is good, and the table says what they say."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from emberbox.compress.calibration import load_calibration
+from emberbox.measure.compare import compare
 from emberbox.measure.panel import load_panel
 from emberbox.measure.receipt import load
 from emberbox.measure.record import MAX_COMMITTED_BYTES
@@ -43,6 +45,70 @@ def test_what_candidates_were_calibrated_on_is_the_shipped_text():
     chosen = {(each["rows"], each["cols"], each["seed"]): each.get("rows_sha256") for each in told}
     for numbers, rows_sha256 in chosen.items():
         assert rows_sha256 in (None, load_calibration(NANO, None, *numbers).rows_sha256)
+
+
+def test_what_candidates_were_tuned_on_is_a_text_that_the_table_says_how_to_make():
+    texts = table.read_plan(ROOT / "receipts" / "nano" / table.PLAN).texts
+    found = [load(path)["candidate"]["about"].get("tuning") for path in RECEIPTS]
+    told = {each["text"]["sha256"] for each in found if each}
+    assert len([each for each in found if each]) >= 9
+    assert told == texts.keys()
+
+
+LOG = (ROOT / "docs" / "log.md").read_text("utf-8")
+FIGURE = re.compile(r"([0-9.]+) \[([0-9.]+), ([0-9.]+)\]")
+
+
+def load_named(name):
+    return load(ROOT / "receipts" / "nano" / f"{name}.json")
+
+
+def rows_of_the_entry():
+    """Cells of both tables of the log's entry, without their heads."""
+    entry = LOG.partition("closer than plain EXL3 at the same bytes\n")[2].partition("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in entry.splitlines() if line.startswith("| ")]
+    return entry, [[cell.strip() for cell in line] for line in lines]
+
+
+def require_printed(cell, name):
+    """The cell is the mean KL of that receipt, each number rounded as it is printed."""
+    kl = load_named(name)["results"]["kl"]
+    printed = FIGURE.fullmatch(cell)
+    assert printed, (cell, name)
+    for text, value in zip(printed.groups(), (kl["value"], *kl["interval"]), strict=True):
+        assert f"{value:.{len(text.partition('.')[2])}f}" == text, (name, cell)
+
+
+def test_the_tables_of_the_log_say_what_the_receipts_say():
+    entry, rows = rows_of_the_entry()
+    compared = []
+    for row in rows:
+        if arm := re.match(r"`(\w+)`", row[0]):
+            names = [f"{arm[1]}-{seed}" for seed in range(3)]
+            cells = row[1:4]
+        elif base := re.fullmatch(r"([0-9,]+) \(`base([0-9.]+)`\)", row[0]):
+            names, cells = [f"base{base[2]}", f"ours{base[2]}"], row[1:3]
+            sizes = {load_named(name)["candidate"]["num_bytes"] for name in names}
+            assert sizes == {int(base[1].replace(",", ""))}
+        else:
+            continue
+        for name, cell in zip(names, cells, strict=True):
+            if cell:
+                require_printed(cell, name)
+                compared.append(name)
+    assert len(compared) == len(set(compared)) == 5 * 3 + 1 + 2 * 3
+    assert f"{load_named('base2-0')['candidate']['num_bytes']:,} bytes | seed 0" in entry
+
+
+def test_what_the_log_says_of_output_weights_is_their_comparison():
+    found = compare(load_named("base2-0"), load_named("out-0"), {"natural": ("prose", "code")})
+    low, high = found.all.interval
+    natural = found.groups["natural"]
+    entry = rows_of_the_entry()[0].replace("\n", " ")
+    assert f"[{low:.4f}, {high:.4f}] with {found.all.better} windows better and" in entry
+    assert f"better and {found.all.worse} worse" in entry
+    low, high = natural.interval
+    assert f"{-100 * natural.relative:.1f} % lower, [{low:.4f}, {high:.4f}]" in entry
 
 
 def test_no_window_of_natural_text_has_a_run_of_tokens_of_the_calibration_text():

@@ -291,6 +291,7 @@ def test_no_receipts_are_a_failure(tmp_path, monkeypatch, capsys):
         ("natural = [", "not TOML"),
         ('pairs = []\nnatural = ["prose"]', r"got \['pairs'\]"),
         ("natural = [3]", "expected natural"),
+        ("notes = [3]", "expected natural"),
         ('natural = ["prose", "verse"]', "natural: no window is of verse"),
         ('[[pair]]\nbase = "plain"', "each .*pair.* has a base and a new"),
         ('[[pair]]\nbase = "plain"\nnew = "ours"\nold = "x"', "and nothing but seeds"),
@@ -315,6 +316,15 @@ def test_sources_that_no_commit_holds_are_marked(folder):
         "[alpha](alpha.json)",
     ]
     assert page.count("†: measured by sources that differ from the commit") == 1
+
+
+def test_notes_stand_under_the_introduction_and_what_comes_after_behind_a_row(folder):
+    plan = 'notes = ["""\nOne text.\n"""]\n[after]\nours = ["git checkout -"]\n'
+    (folder / "table.toml").write_text(plan)
+    page = table.draw(folder)
+    assert "\n\nOne text.\n\n## Panel small" in page
+    assert "-o .build/nano/ours.json\ngit checkout -\n```" in page
+    assert page.count("git checkout -") == 1
 
 
 def test_commands_have_the_paths_of_the_receipt_and_what_must_come_before(folder):

@@ -5,6 +5,7 @@ again; then pairs of candidates, as `emberbox receipt compare` puts it. table.to
 
 natural = ["prose"]     # domains of the panel that are natural text, not drills: their own column
 planned = ["base2-*"]   # receipts that need not be there (yet): what compares them waits for them
+notes = ["..."]         # paragraphs under the introduction
 
 [[pair]]                # one line of the comparison: `new` against `base`, names of receipts
 base = "base2"
@@ -12,7 +13,7 @@ new = "ours2"
 seeds = [0, 1, 2]       # may be left out; base-0 against new-0 and so on, then the mean over them
 
 [texts]                 # digest of a text given by --text -> the command that makes it, its path
-[before]                # commands that stand before a receipt's own
+[before]                # commands that stand before a receipt's own; [after]: behind them
 ours2-0 = ["emberbox ..."]
 
 `--check` writes nothing and fails, with the difference, when the page is not what it should be.
@@ -106,14 +107,17 @@ class Pair:
 @dataclass(frozen=True)
 class Plan:
     """table.toml: domains of natural text, patterns of receipts that may be missing, pairs, and
-    commands that a receipt cannot tell, by its name: what comes before its own. texts: digest of a
-    text that was given by its path -> the command that makes it, and the path."""
+    commands that a receipt cannot tell, by its name: what comes before its own and after. texts:
+    digest of a text that was given by its path -> the command that makes it, and the path. notes:
+    paragraphs of the page."""
 
     natural: tuple[str, ...] = ()
     planned: tuple[str, ...] = ()
     pairs: tuple[Pair, ...] = ()
     before: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    after: Mapping[str, Sequence[str]] = field(default_factory=dict)
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def main() -> int:
@@ -151,7 +155,7 @@ def draw(folder: Path) -> str:
     if strays := sorted(set(plan.natural) - domains):
         raise MeasureError(f"{folder / PLAN}: natural: no window is of {', '.join(strays)}")
     texts = (text.replace("{folder}", _place(folder)) for text in (INTRODUCTION, AGAIN))
-    parts = [NOTE, "# Measured fidelity", *texts]
+    parts = [NOTE, "# Measured fidelity", *texts, *(note.strip() for note in plan.notes)]
     for found in sorted(groups.values(), key=lambda each: (-len(each), each[0].name)):
         parts += _section(found, plan)
     parts += _pairs(folder, receipts, plan)
@@ -179,8 +183,9 @@ def read_plan(path: Path) -> Plan:
         raise MeasureError(f"{path}: not TOML: {error}") from None
     natural, planned = found.pop("natural", []), found.pop("planned", [])
     pairs, before = found.pop("pair", []), found.pop("before", {})
-    made = found.pop("texts", {})
-    texts = [*natural, *planned, *(pair.get(key) for pair in pairs for key in ("base", "new"))]
+    after, made, notes = found.pop("after", {}), found.pop("texts", {}), found.pop("notes", [])
+    names = [pair.get(key) for pair in pairs for key in ("base", "new")]
+    texts = [*natural, *planned, *notes, *names]
     if any(not {"base", "new"} <= set(pair) <= {"base", "new", "seeds"} for pair in pairs):
         raise MeasureError(f"{path}: each [[pair]] has a base and a new, and nothing but seeds")
     seeds = [seed for pair in pairs for seed in pair.get("seeds", [])]
@@ -195,7 +200,9 @@ def read_plan(path: Path) -> Plan:
         tuple(planned),
         tuple(Pair(pair["base"], pair["new"], tuple(pair.get("seeds", ()))) for pair in pairs),
         before,
+        after,
         made,
+        tuple(notes),
     )
 
 
@@ -265,7 +272,7 @@ def _commands(receipt: Receipt, plan: Plan) -> str:
     filled = [" ".join(places.get(word, word) for word in line.split(" ")) for line in lines]
     if "-o" in words:
         words[words.index("-o") + 1] = f"{OUT}/{receipt.path.name}"
-    return "\n".join([*filled, shlex.join(words)])
+    return "\n".join([*filled, shlex.join(words), *plan.after.get(receipt.name, ())])
 
 
 def _made_by(about: Mapping[str, Any], result: str) -> Iterator[str]:

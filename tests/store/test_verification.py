@@ -124,6 +124,60 @@ def test_faults_of_every_kind_are_found_together(base2, capsys):
     assert f"- {info.file.name}: tensor 'lm_head.trellis' is damaged" in shown
 
 
+@pytest.mark.parametrize("broken", ["missing", "cut"])
+def test_what_a_broken_download_has_is_compared_all_the_same(base2, capsys, broken):
+    infos = open_checkpoint(base2).tensors
+    gone = [name for name, info in infos.items() if info.file.name == SHARD]
+    assert len(gone) > 200
+    if broken == "missing":
+        (base2 / SHARD).unlink()
+    else:
+        raw = (base2 / SHARD).read_bytes()
+        (base2 / SHARD).write_bytes(raw[: len(raw) // 2])
+    flipped = infos["lm_head.trellis"]
+    flip(flipped.file, flipped.start)
+    assert main(["verify", str(base2)]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert f"{len(infos) - len(gone):,} tensors compared" in shown[0]
+    damaged = f"  - {flipped.file.name}: tensor 'lm_head.trellis' is damaged "
+    assert sum(line.startswith(damaged) for line in shown) == 1
+    told = f"{len(gone)} tensors: each has a digest, and is in no file"
+    (line,) = (line for line in shown if told in line)
+    assert line.startswith(f"  - {DIGESTS_NAME}: ")
+    assert ", ".join(sorted(gone)[:10]) in line
+    assert line.endswith(f", and {len(gone) - 10} more")
+    assert len(shown) < 20
+    assert not any("not compared" in line for line in shown)
+
+
+def test_of_many_names_ten_are_shown(base2, capsys):
+    for number in range(13):
+        (base2 / f"new-{number:02}").write_text("")
+    for info in (i for i in open_checkpoint(base2).tensors.values() if i.file.name == SHARD):
+        flip(info.file, info.start)
+    fault = next(fault for fault in verify_folder(base2).faults if fault.file == SHARD)
+    assert len(fault.tensors) > 200
+    assert fault.what.count("is damaged") == 10
+    assert fault.what.endswith(f"\n    - and {len(fault.tensors) - 10} more")
+    assert main(["verify", str(base2)]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("  - new-") for line in shown) == 10
+    assert "  - and 3 more: there, but not listed in SHA256SUMS" in shown
+
+
+def test_digests_of_an_incomplete_folder_are_those_of_the_tensors_that_are_there(tmp_path):
+    folder = whole_folder(tmp_path)
+    (folder / SUMS_NAME).unlink()
+    (folder / "s2.safetensors").unlink()
+    flip(folder / "s1.safetensors", -1)
+    verdict = verify_folder(folder)
+    assert verdict.num_tensors == 2
+    assert {fault.tensors for fault in verdict.faults} == {(), ("b",)}
+    told = {fault.file: fault.what for fault in verdict.faults}
+    assert "tensor 'c' has a digest, and is in no file" in told[DIGESTS_NAME]
+    assert verdict.unknown == (f"no {SUMS_NAME}: files beside the weights",)
+
+
 def test_a_list_that_cannot_be_read_is_a_fault_and_the_rest_is_compared(base2):
     flip(base2 / SUMS_NAME, 64)  # a space
     verdict = verify_folder(base2)

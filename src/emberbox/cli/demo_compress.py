@@ -47,7 +47,7 @@ def compress_live(source: Path, made: Path, console: Console) -> Compressed:
     differing = tuple(n for n in sorted({*stored, *found}) if stored.get(n) != found.get(n))
     verdict = f"{len(differing)} differ: {', '.join(differing[:3])}" if differing else "all equal"
     console.print(f"{made}: {len(found)} decoded matrices against their hashes: {verdict}")
-    console.print("compressing seven of them again, from the source's weights (a minute or three)")
+    console.print("compressing seven of them again from the source's weights: half a minute")
     console.print("  matrix, proxy error now (in the folder)", style="dim")
     matrices: list[dict[str, object]] = []
     is_right = not differing

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +62,20 @@ def _lines(folder: Path, verdict: "Verdict") -> list[str]:
     word = "good" if not verdict.faults else f"{len(verdict.faults)} fault(s)"
     return [
         f"{folder}: {word}; {compared}",
-        *(f"  - {f'{fault.file}: ' if fault.file else ''}{fault.what}" for fault in verdict.faults),
+        *_fault_lines(verdict),
         *(f"not compared: {what}" for what in verdict.unknown),
     ]
+
+
+def _fault_lines(verdict: "Verdict") -> Iterator[str]:
+    """One for each fault; of files with one and the same fault the first few."""
+    from emberbox.store.verification import MAX_NAMES
+
+    count = Counter(fault.what for fault in verdict.faults)
+    shown: Counter[str] = Counter()
+    for fault in verdict.faults:
+        shown[fault.what] += 1
+        if shown[fault.what] <= MAX_NAMES:
+            yield f"  - {f'{fault.file}: ' if fault.file else ''}{fault.what}"
+        elif shown[fault.what] == count[fault.what]:
+            yield f"  - and {count[fault.what] - MAX_NAMES:,} more: {fault.what}"

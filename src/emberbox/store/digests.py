@@ -79,19 +79,39 @@ def read_digests(folder: Path, names: Iterable[str], top: Path) -> dict[str, str
     CheckpointError.
     """
     path = folder / DIGESTS_NAME
+    if not path.exists() and listed_sha256(top, path.relative_to(top).as_posix()) is None:
+        return {}
+    listed = listed_digests(folder, top)
+    _require_names(path, set(names), listed)
+    return {name: digest for name, digest in listed.items() if digest is not None}
+
+
+def listed_digests(folder: Path, top: Path) -> dict[str, str | None]:
+    """What the file says, whatever tensors there are; None where it is not of the form.
+
+    Raises CheckpointError as read_digests does, and if there is no such file.
+    """
+    path = folder / DIGESTS_NAME
     expected = listed_sha256(top, path.relative_to(top).as_posix())
     if not path.exists():
-        if expected is None:
-            return {}
-        raise CheckpointError(f"{path}: missing, {SUMS_NAME} lists it", hint=_MADE_AGAIN)
+        by = f", {SUMS_NAME} lists it" if expected else ""
+        raise CheckpointError(f"{path}: missing{by}", hint=_MADE_AGAIN)
     _require_listed(path, expected)
     try:
         found = read_object(path)
     except JsonProblem as problem:
         raise CheckpointError(f"{path}: {problem}", hint=_MADE_AGAIN) from problem
-    digests = {n: value for n, value in found.items() if isinstance(value, str) and _fits(value)}
-    _require_names(path, set(names), found.keys(), digests.keys())
-    return digests
+    return {n: v if isinstance(v, str) and _fits(v) else None for n, v in found.items()}
+
+
+def misfits(listed: Mapping[str, str | None], names: set[str]) -> dict[str, list[str]]:
+    """What of a list of digests does not fit tensors of these names: words -> names of tensors."""
+    found = {
+        f"is not {DIGITS} hex digits": {name for name in listed if listed[name] is None},
+        "has a digest, and is in no file": listed.keys() - names,
+        "is in the folder, and has no digest": names - listed.keys(),
+    }
+    return {what: sorted(wrong) for what, wrong in found.items() if wrong}
 
 
 def require_same(info: TensorInfo, expected: str, sha256: str) -> None:
@@ -119,19 +139,12 @@ def _require_listed(path: Path, expected: str | None) -> None:
         )
 
 
-def _require_names(
-    path: Path, names: set[str], listed: Iterable[str], well_formed: Iterable[str]
-) -> None:
+def _require_names(path: Path, names: set[str], listed: Mapping[str, str | None]) -> None:
     """Every tensor has a digest, and every digest a tensor."""
-    listed = set(listed)
     problems = [
         f"tensor {name!r} {what}"
-        for what, wrong in (
-            (f"is not {DIGITS} hex digits", listed - set(well_formed)),
-            ("has a digest, and is in no file", listed - names),
-            ("is in the folder, and has no digest", names - listed),
-        )
-        for name in sorted(wrong)
+        for what, wrong in misfits(listed, names).items()
+        for name in wrong
     ]
     if problems:
         lines = problems[0] if len(problems) == 1 else "".join(f"\n  - {p}" for p in problems)

@@ -2,23 +2,29 @@
 should be.
 
 What a folder's bytes are compared with is what it has: SHA256SUMS (files), tensors.sha256.json
-(tensors), both or neither; headers, sizes and index are checked always. Knows no torch.
+(tensors), both or neither; headers, sizes and index are checked always. Where files are missing or
+cut the others are compared all the same. Knows no torch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from emberbox.errors import CheckpointError
 from emberbox.store.checkpoint import MTP_FOLDER, open_checkpoint
 from emberbox.store.checksums import SUMS_NAME, OnBytes, digest_file, read_sums, visible_files
-from emberbox.store.digests import DIGESTS_NAME, digest_shard, read_digests
+from emberbox.store.digests import DIGESTS_NAME, digest_shard, listed_digests, misfits
 from emberbox.store.safetensors_header import TensorInfo, read_header
+
+MAX_NAMES = 10  # in one list; a download that broke off lacks thousands of tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one file, by its name in the folder ("" for the folder as a whole)."""
+    """What is wrong with one file, by its name in the folder ("" for the folder as a whole).
+
+    what: in words, with at most MAX_NAMES names.
+    """
 
     file: str
     what: str
@@ -59,7 +65,7 @@ class _Verification:
         self.folder, self.on_bytes = folder, on_bytes
         self.names = visible_files(folder)
         self.faults: list[Fault] = []
-        self.num_files = self.num_tensors = 0
+        self.num_files = self.num_tensors = self.num_without_digests = 0
         self.sums = self._sums()
         self.digests: dict[str, str] = {}
 
@@ -80,7 +86,8 @@ class _Verification:
         except CheckpointError as problem:
             if not any(fault.what == problem.message for fault in self.faults):
                 self.faults.append(Fault("", problem.message))
-        faults = tuple(sorted(self.faults, key=lambda fault: fault.file))
+        capped = (replace(fault, what=_capped(fault.what)) for fault in self.faults)
+        faults = tuple(sorted(capped, key=lambda fault: fault.file))
         return Verdict(self.num_files, self.num_tensors, faults, tuple(self._unknown(headers)))
 
     def _sums(self) -> dict[str, str]:
@@ -103,16 +110,24 @@ class _Verification:
                     self.faults.append(Fault(name, problem.message))
 
     def _read_digests(self, headers: Mapping[str, list[TensorInfo]]) -> None:
+        """Of the tensors that are there; that others are listed is a fault of the list."""
         for part in ("", MTP_FOLDER):
             place = self.folder / part
-            infos = [i for infos in headers.values() for i in infos if i.file.parent == place]
-            if infos:
-                try:
-                    names = (info.name for info in infos)
-                    self.digests |= read_digests(place, names, self.folder)
-                except CheckpointError as problem:
-                    name = (Path(part) / DIGESTS_NAME).as_posix()
-                    self.faults.append(Fault(name, problem.message))
+            name = (Path(part) / DIGESTS_NAME).as_posix()
+            names = {i.name for infos in headers.values() for i in infos if i.file.parent == place}
+            if not (name in self.names or (names and name in self.sums)):
+                self.num_without_digests += len(names)
+                continue
+            try:
+                listed = listed_digests(place, self.folder)
+            except CheckpointError as problem:
+                self.faults.append(Fault(name, problem.message))
+                continue
+            self.digests |= {n: digest for n, digest in listed.items() if digest and n in names}
+            if wrong := misfits(listed, names):
+                lines = [_of_tensors(each, what) for what, each in wrong.items()]
+                text = f"does not fit the tensors beside it: {_lines(lines)}"
+                self.faults.append(Fault(name, text))
 
     def _file(self, name: str, infos: list[TensorInfo]) -> None:
         """Compare one file as a whole, and each tensor in it."""
@@ -141,8 +156,7 @@ class _Verification:
     def _unknown(self, headers: Mapping[str, list[TensorInfo]]) -> Iterator[str]:
         if not self.sums:
             yield f"no {SUMS_NAME}: files beside the weights"
-        total = sum(map(len, headers.values()))
-        rest = total - self.num_tensors
+        total, rest = sum(map(len, headers.values())), self.num_without_digests
         if rest and self.sums:
             yield f"no {DIGESTS_NAME}: which tensors of a file are damaged"
         elif rest:
@@ -157,7 +171,31 @@ def _damaged(differing: list[TensorInfo], *, is_file_good: bool) -> str:
         f"does not fit its digest, but {SUMS_NAME} fits the file" if is_file_good else "is damaged"
     )
     lines = [f"tensor {i.name!r} {word} (bytes {i.start} to {i.stop})" for i in differing]
+    return _lines(lines)
+
+
+def _lines(lines: list[str]) -> str:
     return lines[0] if len(lines) == 1 else "".join(f"\n    - {line}" for line in lines)
+
+
+def _of_tensors(names: list[str], what: str) -> str:
+    """One line of a fault that many tensors share."""
+    if len(names) == 1:
+        return f"tensor {names[0]!r} {what}"
+    rest = f", and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+    return f"{len(names):,} tensors: each {what}: {', '.join(names[:MAX_NAMES])}{rest}"
+
+
+def _capped(text: str) -> str:
+    """The same with no list of more than MAX_NAMES lines."""
+    lines = text.split("\n")
+    items = [number for number, line in enumerate(lines) if line.lstrip().startswith("- ")]
+    rest = items[MAX_NAMES:]
+    if not rest:
+        return text
+    indent = lines[rest[0]].partition("- ")[0]
+    kept = [line for number, line in enumerate(lines) if number not in set(rest)]
+    return "\n".join([*kept, f"{indent}- and {len(rest):,} more"])
 
 
 def _changed(sha256: str, expected: str, infos: list[TensorInfo], compared: set[str]) -> str:
