@@ -234,6 +234,40 @@ def test_nothing_outside_of_a_buffer_is_written_or_counts(gpu, kind, rows, monke
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [1, 3, 5])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+def test_however_units_are_dealt_to_blocks(gpu, multiprocessors, rows, monkeypatch):
+    """Few blocks have many units each, and begin and end in the middle of an output group."""
+    weight = weight_of((640, 1152), (32, "mul1"))
+    ready = prepared(weight.to("cuda"))
+    x = torch.randn(rows, 1152, generator=torch.Generator().manual_seed(rows))
+    expected = x.double() @ weight.decode().double().T
+    monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: multiprocessors)
+    guarded = Guarded(gpu, FILLS[0])
+    inputs = guarded.copy((x, ready))
+    with monkeypatch.context() as patch:
+        guarded.install(patch)
+        found = [kernels.linear_exl3(*inputs) for _ in range(2)]
+    torch.cuda.synchronize()
+    guarded.check()
+    assert torch.equal(*found)
+    assert relative_error(found[0].cpu(), expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 40])
+def test_what_is_not_a_number_stays_so_and_stays_in_its_row(gpu, rows):
+    weight = weight_of((256, 384), (32, "mul1"))
+    x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(2))
+    whole = run(x, weight)
+    x[1, 5] = float("nan")
+    found = run(x, weight)
+    assert bool(found[1].isnan().all())
+    others = [row for row in range(rows) if row != 1]
+    assert torch.equal(found[others], whole[others])
+
+
+@pytest.mark.gpu
 def test_a_write_outside_of_a_buffer_would_show(gpu):
     guarded = Guarded(gpu, 0xFF)
     inside = guarded.new((5,), torch.float32, 0)

@@ -245,6 +245,51 @@ def test_nothing_outside_of_a_buffer_is_written_or_counts(gpu, T, kinds, monkeyp
     assert bool(expected.isfinite().all())
 
 
+def logits_for(T, E, kind):
+    """[T, E] and a bias that changes who is chosen. kind "ties": equal numbers side by side."""
+    r = Random(T + E, torch.float32)
+    logits, bias = r.normal(T, E), 0.5 * r.normal(E)
+    if kind == "ties":
+        logits, bias = logits.round(), torch.zeros(E)
+    return logits, bias
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "E"), [(1, 19), (5, 33), (8, 288), (16, 33)])
+@pytest.mark.parametrize("kind", ["biased", "ties"])
+def test_experts_chosen_from_logits_are_those_of_the_router(gpu, T, E, kind, monkeypatch):
+    top, scaling = 8, 2.5
+    logits, bias = logits_for(T, E, kind)
+    scores = torch.sigmoid(logits)
+    chosen = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top]
+    weights = scores.gather(1, chosen)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * scaling
+    inputs = case(T, E, top) | {"experts": chosen.contiguous(), "weights": weights}
+    expected, _ = expected_of(OP, inputs)
+    guarded = Guarded(gpu, FILLS[0])
+    x, given, added = (guarded.copy(value) for value in (inputs["x"], logits, bias))
+    bank = on_gpu(inputs)["projections"]
+    with monkeypatch.context() as patch:
+        guarded.install(patch)
+        routing = decode_cuda.Logits(given, added, top, scaling)
+        found = decode_cuda.decode(x, bank, inputs["limit"], routing)
+    torch.cuda.synchronize()
+    guarded.check()
+    assert relative_error(found.cpu(), expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [3, 40])
+def test_what_is_not_a_number_stays_so_and_stays_with_its_token(gpu, T):
+    inputs = case(T, 7, 3, H=256)
+    whole = run(inputs)
+    inputs["x"][1, 5] = float("nan")
+    found = run(inputs)
+    assert bool(found[1].isnan().all())
+    others = [row for row in range(T) if row != 1]
+    assert torch.equal(found[others], whole[others])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 12, 90])
 def test_a_captured_graph_gives_what_a_call_gives(gpu, T):
