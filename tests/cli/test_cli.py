@@ -187,16 +187,26 @@ def test_doctor_builds_every_kernel_for_machines_other_than_this_one(monkeypatch
     assert main(["doctor", "--build", "sm_90,sm_121", "--jobs", "1", "--json"]) == 0
     kernels = json.loads(capsys.readouterr().out)["kernels"]
     assert {Path(kernel["path"]) for kernel in kernels} == set((tmp_path / "cache").iterdir())
-    assert [kernel["arch"] for kernel in kernels] == ["sm_90"] * 164 + ["sm_121"] * 164
+    assert [kernel["arch"] for kernel in kernels] == ["sm_90"] * 134 + ["sm_121"] * 134
     names = Counter(kernel["kernel"] for kernel in kernels)
-    assert names == {"linear_exl3": 180, "moe_decode": 84, "moe_prefill": 42, "trellis_search": 22}
+    assert names == {"linear_exl3": 120, "moe_decode": 84, "moe_prefill": 42, "trellis_search": 22}
     assert main(["doctor", "--build", "sm_90", "--jobs", "1"]) == 0
     shown = capsys.readouterr()
-    assert len(shown.out.splitlines()) == 164
+    assert len(shown.out.splitlines()) == 134
     assert main(["doctor", "--build", "sm_90", "--jobs", "0"]) == 2
     assert "is not a number of at least 1" in capsys.readouterr().err
+    assert main(["doctor", "--build", "sm_90,sm_90", "--jobs", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 134
     assert main(["doctor", "--build", "sm_90,"]) == 2
-    assert "expected one such as sm_90 or sm_121" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--build: an empty name in 'sm_90,'" in said
+    assert "expected one such as sm_90 or sm_121" in said
+    assert main(["doctor", "--build", "sm_９０"]) == 2
+    monkeypatch.setenv("EMBERBOX_CACHE", "~no-such-user/x")
+    assert main(["doctor", "--build", "sm_90"]) == 2
+    assert "EMBERBOX_CACHE: '~no-such-user/x'" in capsys.readouterr().err
+    assert main(["doctor", "--jobs", "2"]) == 2
+    assert "--jobs: without --build" in capsys.readouterr().err
 
 
 def test_doctor_says_what_to_install_where_nothing_compiles(monkeypatch, capsys, tmp_path):

@@ -1,9 +1,12 @@
 """The verb `tune`, as people and programs call it."""
 
 import json
+import os
+import signal
 
 import pytest
 
+from emberbox.cli import tune as verb
 from emberbox.cli.main import main
 from emberbox.store.checksums import verify_checksums
 from tests.helpers.nano import NANO
@@ -46,6 +49,8 @@ def test_people_are_told_too_and_a_second_run_is_refused(tmp_path, capsys):
     ("flags", "code", "said"),
     [
         (["--steps", "0"], 2, "steps: 0, expected 1 or more"),
+        (["--steps", "1000000000000"], 2, "steps: 1000000000000, expected at most 1,000,000"),
+        (["--seed", "99999999999999999999999"], 2, "seed: 99999999999999999999999, expected at"),
         (["--lr", "2"], 2, "lr: 2.0"),
         (["--text", "/no/such.txt"], 2, "/no/such.txt: not there"),
         (["--device", "gpu"], 1, "'gpu' is not a device"),
@@ -58,6 +63,26 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(
     assert main(argv(tmp_path / "out", *flags)) == code
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_writes_leaves_nothing(tmp_path, capsys, monkeypatch, number):
+    moved, seen = verb._Bar.moved, []
+
+    def end(bar, progress):
+        moved(bar, progress)
+        if progress.stage == "writing" and not seen:
+            seen.extend(path.name for path in tmp_path.iterdir())
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(verb._Bar, "moved", end)
+    former = signal.getsignal(number)
+    assert main(argv(tmp_path / "out")) == 1
+    assert capsys.readouterr().err == "interrupted; nothing is written\n"
+    assert len(seen) == 1
+    assert seen[0].startswith(".out-")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) == former
 
 
 def test_bad_usage(capsys):

@@ -12,10 +12,18 @@ import torch
 from emberbox.compress import tune as tuning
 from emberbox.compress.beside import HOW
 from emberbox.compress.tune import Side, TuneOptions, prepare_tuning, tune
+from emberbox.compress.tune_folder import Contents, write_folder
 from emberbox.compress.tune_operands import Factored, Tunable
 from emberbox.compress.tune_report import Outcome
 from emberbox.engine.llm import LLM
-from emberbox.errors import CheckpointError, LoadRefused, MeasureError, MemoryRefused, SettingsError
+from emberbox.errors import (
+    CheckpointError,
+    EnvironmentProblem,
+    LoadRefused,
+    MeasureError,
+    MemoryRefused,
+    SettingsError,
+)
 from emberbox.formats.dtypes import DTYPE_TAGS
 from emberbox.measure.artifact import artifact
 from emberbox.measure.fidelity import FidelityOptions, measure_fidelity
@@ -234,11 +242,20 @@ def refused(kind, candidate, folder, options=FEW, reference=NANO):
 
 
 def test_models_that_do_not_belong_together(tmp_path, copied):
-    assert "no matrix of the trunk is EXL3" in refused(CheckpointError, NANO, tmp_path / "out")
+    plain = Path(shutil.copytree(NANO, tmp_path / "plain"))
+    assert "no matrix of the trunk is EXL3" in refused(CheckpointError, plain, tmp_path / "out")
     config = json.loads((copied / "config.json").read_text())
     config["text_config"]["swiglu_limit"] = 5.0
     (copied / "config.json").write_text(json.dumps(config))
     assert "swiglu_limit: 4.0 and 5.0" in refused(CheckpointError, copied, tmp_path / "out")
+
+
+def test_a_reference_that_is_the_candidate_or_was_tuned(tmp_path, tuned, copied):
+    (tmp_path / "link").symlink_to(copied)
+    said = refused(SettingsError, copied, tmp_path / "out", reference=tmp_path / "link")
+    assert "is both reference and candidate" in said
+    said = refused(SettingsError, BASE2, tmp_path / "out", reference=tuned[0])
+    assert "is itself a tuned copy, by its compression.json" in said
 
 
 def test_another_tokenizer(tmp_path, copied):
@@ -256,6 +273,27 @@ def test_a_folder_that_is_there_or_lies_in_a_source(tmp_path, copied):
     assert "lies inside" in refused(SettingsError, BASE2, NANO / "out")
 
 
+def test_a_name_that_leaves_no_bytes_for_the_draft(tmp_path):
+    long = "ä" * 119  # of two bytes each
+    said = refused(SettingsError, BASE2, tmp_path / long)
+    assert "a name of 238 bytes, expected at most 237" in said
+    assert "File name too long" in refused(EnvironmentProblem, BASE2, tmp_path / ("x" * 256) / "o")
+    prepare_tuning(NANO, BASE2, tmp_path / long[:-1] / "out", FEW)
+    folder = tmp_path / f"{long[:-1]}a"
+    write_folder(open_checkpoint(BASE2), folder, Contents({}, lambda _: {}))
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_drafts_of_killed_runs_are_told_of(tmp_path, caplog):
+    drafts = {f".out-{x}.partial" for x in ("0123abcd", "ffffffff")}
+    for name in drafts | {".other-0123abcd.partial", ".out-x.partial"}:
+        (tmp_path / name).mkdir()
+    prepare_tuning(NANO, BASE2, tmp_path / "out", FEW)
+    told = [r.getMessage() for r in caplog.records if "by a run that was killed" in r.getMessage()]
+    assert {Path(message.partition(":")[0]).name for message in told} == drafts
+    assert all("remove it" in message for message in told)
+
+
 def test_more_memory_than_there_is(tmp_path):
     options = TuneOptions(step_rows=10**8, device="cpu")
     said = refused(MemoryRefused, BASE2, tmp_path / "out", options)
@@ -269,6 +307,10 @@ def test_more_memory_than_there_is(tmp_path):
         ({"rows": 1}, "rows: 1, expected 2"),
         ({"steps": 0, "lr": 0.0}, "steps: 0, expected 1 or more; lr: 0.0"),
         ({"lr": float("nan")}, "lr: nan"),
+        ({"steps": 1_000_001}, "steps: 1000001, expected at most 1,000,000"),
+        ({"seed": 2**63}, "seed: 9223372036854775808, expected at most 9,223,372"),
+        ({"seed": -1}, "seed: -1, expected 0 or more"),
+        ({"step_rows": 10**400}, "step_rows: 10+, expected at most"),
     ],
 )
 def test_numbers_out_of_range(values, said):

@@ -78,7 +78,32 @@ def test_the_folder_of_the_cache_comes_from_the_environment(monkeypatch, tmp_pat
     assert default_cache() == Path.home() / ".cache" / "emberbox"
 
 
-@pytest.mark.parametrize("arch", ["", "90", "sm_", "compute_90", "sm_90; rm"])
+def test_a_home_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("EMBERBOX_CACHE", "~no-such-user/x")
+    with pytest.raises(SettingsError, match="EMBERBOX_CACHE: '~no-such-user/x'"):
+        default_cache()
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a", "sm_121", "sm_121f"])
+def test_a_known_form_is_taken(source, no_nvrtc, arch, tmp_path):
+    assert build(source, arch, tmp_path).name.startswith(f"twice-{arch}-")
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "",
+        "90",
+        "sm_",
+        "sm_9",
+        "sm_1211",
+        "compute_90",
+        "sm_90; rm",
+        "sm_90af",
+        "sm_９０",
+        "sm_90\n",
+    ],
+)
 def test_an_unknown_architecture_is_refused(source, arch, tmp_path):
     with pytest.raises(SettingsError, match="expected one such as sm_90"):
         build(source, arch, tmp_path)

@@ -17,6 +17,7 @@ from rich.table import Table
 from emberbox import __version__
 from emberbox.cli.doctor_kernels import check, checks_table, print_built
 from emberbox.cli.flags import settings_from
+from emberbox.errors import SettingsError
 from emberbox.settings import EngineSettings
 
 NAME = "doctor"
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the report, or a line for each kernel that was built; 1 where a kernel is wrong."""
     if args.build is not None:
         return print_built(args)
+    if args.jobs is not None:
+        raise SettingsError("--jobs: without --build it says nothing")
     report = examine(settings_from(EngineSettings, args).device)
     code = 0 if all(facts["is_right"] for facts in report["kernels"].values()) else 1
     if args.json:

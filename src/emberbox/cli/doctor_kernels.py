@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from emberbox.errors import EmberboxError
+from emberbox.errors import EmberboxError, SettingsError
 
 if TYPE_CHECKING:
     from emberbox.device import Device
@@ -29,12 +29,18 @@ KERNEL_MODULES = ("emberbox.ops.ahead", "emberbox.compress.trellis_search_cuda")
 
 def print_built(args: argparse.Namespace) -> int:
     """Compile for the architectures of --build; a line for each kernel, or JSON."""
+    names = args.build.split(",")
+    if "" in names:
+        raise SettingsError(
+            f"--build: an empty name in {args.build!r}",
+            hint="expected one such as sm_90 or sm_121",
+        )
     jobs = args.jobs or os.cpu_count() or 1
     built = []
     console = Console(stderr=True)
     columns = (TextColumn("kernels built: {task.completed} of {task.total}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        wanted = wanted_kernels(args.build.split(","))
+        wanted = wanted_kernels(names)
         task = progress.add_task("", total=len(wanted))
         for kernel in build_kernels(wanted, jobs):
             built.append(kernel)
@@ -48,7 +54,7 @@ def print_built(args: argparse.Namespace) -> int:
 
 
 def wanted_kernels(architectures: list[str]) -> "list[tuple[Source, str]]":
-    """Every kernel that is compiled ahead, for each architecture.
+    """Every kernel that is compiled ahead, for each architecture once.
 
     Raises SettingsError for an unknown one.
     """
@@ -58,7 +64,7 @@ def wanted_kernels(architectures: list[str]) -> "list[tuple[Source, str]]":
         check_architecture(arch)
     return [
         (source, arch)
-        for arch in architectures
+        for arch in dict.fromkeys(architectures)
         for module in KERNEL_MODULES
         for source in import_module(module).sources(arch)
     ]

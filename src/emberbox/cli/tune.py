@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from emberbox.cli.flags import checkpoint_folder, settings_from
+from emberbox.cli.serve import StopSignals
 from emberbox.settings import LOG_LEVELS, LogSettings
 
 if TYPE_CHECKING:
@@ -54,13 +56,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, learn, write; exit code 0 when DST is complete."""
+    """Check, learn, write; exit code 0 when DST is complete, 1 when a signal came before."""
+    try:
+        with StopSignals() as stop:
+            return _run(args, stop)
+    except KeyboardInterrupt:
+        said = f"{args.folder} is there" if args.folder.exists() else "nothing is written"
+        print(f"interrupted; {said}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace, stop: StopSignals) -> int:
     from emberbox import logs
     from emberbox.compress.tune import prepare_tuning, tune
 
     logs.set_up(settings_from(LogSettings, args).level)
     prepared = prepare_tuning(args.reference, args.candidate, args.folder, _options(args))
     console = Console(highlight=False, quiet=args.json, soft_wrap=True)
+    stop.check()
     with _Bar(console) as bar:
         outcome = tune(prepared, bar.moved)
     if args.json:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from emberbox.compress.beside import REPORT_NAME
 from emberbox.compress.tune_folder import Contents, check_place, write_folder
 from emberbox.compress.tune_memory import require_memory
 from emberbox.compress.tune_network import TuningNetwork
 from emberbox.compress.tune_operands import Tunable, entries_of, plain_operands, require_tunable
-from emberbox.compress.tune_report import Outcome, documents_of
+from emberbox.compress.tune_report import TUNING, Outcome, documents_of, report_of
 from emberbox.compress.tune_text import RowChoice, TuningText, draws, load_text, warm_up_and_cosine
 from emberbox.device import Device
 from emberbox.engine.decode_once import decode_once
@@ -39,6 +40,13 @@ HEAD = "lm_head.weight"
 BETAS, WARM_UP = (0.9, 0.98), 20
 LR, LR_TOKENS = 3e-3, 8192
 EVALUATIONS = 10
+RANGES = {  # of TuneOptions; a seed is what torch takes
+    "rows": (2, 2**31 - 1),
+    "cols": (2, 2**31 - 1),
+    "seed": (0, 2**63 - 1),
+    "steps": (1, 1_000_000),
+    "step_rows": (1, 2**31 - 1),
+}
 MAX_REFUSED = 5  # steps whose loss or gradient is not finite; each is left out
 
 # B rows of T tokens, n = B T, H hidden, V vocabulary, N values that are tuned
@@ -64,13 +72,16 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         """Raises SettingsError for a number out of range."""
-        least = {"rows": 2, "cols": 2, "seed": 0, "steps": 1, "step_rows": 1}
-        found = {name: getattr(self, name) for name in least}
-        low = [f"{n}: {found[n]}, expected {m} or more" for n, m in least.items() if found[n] < m]
+        wrong = []
+        for name, (least, most) in RANGES.items():
+            found = getattr(self, name)
+            if not least <= found <= most:
+                expected = f"{least} or more" if found < least else f"at most {most:,}"
+                wrong.append(f"{name}: {found}, expected {expected}")
         if self.lr is not None and not 0 < self.lr <= 1:
-            low.append(f"lr: {self.lr}, expected more than 0 and at most 1")
-        if low:
-            raise SettingsError("; ".join(low))
+            wrong.append(f"lr: {self.lr}, expected more than 0 and at most 1")
+        if wrong:
+            raise SettingsError("; ".join(wrong))
 
     @property
     def rate(self) -> float:
@@ -126,6 +137,7 @@ def prepare_tuning(reference: Path, candidate: Path, folder: Path, options: Tune
     Raises SettingsError, CheckpointError, MemoryRefused, EnvironmentProblem.
     """
     source, compressed = Side.open(reference), Side.open(candidate)
+    _require_source(source.checkpoint.folder, compressed.checkpoint.folder)
     _require_same_model(source, compressed)
     require_tunable(entries_of(compressed.trunk), candidate)
     check_place(compressed.checkpoint, source.checkpoint.folder, folder)
@@ -157,6 +169,15 @@ def tune(prepared: Tuning, listener: Listener = lambda _progress: None) -> Outco
         lambda done, total: listener(Progress("writing", done, total)),
     )
     return outcome
+
+
+def _require_source(reference: Path, candidate: Path) -> None:
+    """Raises SettingsError for a reference that teaches nothing, or what tuning has changed."""
+    hint = "the reference is the folder that the candidate was compressed from"
+    if reference == candidate:
+        raise SettingsError(f"{reference}: is both reference and candidate", hint=hint)
+    if TUNING in report_of(reference):
+        raise SettingsError(f"{reference}: is itself a tuned copy, by its {REPORT_NAME}", hint=hint)
 
 
 def _require_same_model(reference: Side, candidate: Side) -> None:
@@ -202,7 +223,8 @@ class _Teacher:
         side, options, text = prepared.reference, prepared.options, prepared.text
         params = load_parameters(side.checkpoint, side.trunk, device=device, dtype=torch.float32)
         operands = plain_operands(decode_once(params, torch.float32, side.trunk.where))
-        steps = draws(text.learnt, options.steps, options.step_rows, options.seed)
+        num_steps = min(options.steps, -(-len(text.learnt) // options.step_rows))  # then all are
+        steps = draws(text.learnt, num_steps, options.step_rows, options.seed)
         used = sorted({*text.held, *(row for step in steps for row in step)})
         hidden: dict[int, Tensor] = {}
         for part in _parts(used, options.step_rows):

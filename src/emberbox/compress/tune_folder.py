@@ -5,13 +5,16 @@ back, compared, and renamed as a whole, so a DST is complete or not there. Knows
 """
 
 import hashlib
+import logging
+import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from emberbox.compress.disk import require_apart, require_space, require_writable
-from emberbox.errors import CheckpointError, EnvironmentProblem
+from emberbox.errors import CheckpointError, EnvironmentProblem, SettingsError
 from emberbox.measure.documents import canonical_json
 from emberbox.store.checkpoint import Checkpoint
 from emberbox.store.checksums import READ_BYTES, SUMS_NAME, sums_text
@@ -19,6 +22,10 @@ from emberbox.store.digests import DIGESTS_NAME, digests_json, shortened
 from emberbox.store.durable import disk_problems, flush_folder, remove, write_file
 from emberbox.store.read_back import TensorDigest, digest_tensor, read_back
 from emberbox.store.safetensors_header import TensorInfo
+
+log = logging.getLogger(__name__)
+
+MAX_NAME_BYTES = 237  # a draft's name is longer by 18
 
 OnBytes = Callable[[int, int], None]  # bytes written and compared so far, in all
 
@@ -38,10 +45,17 @@ class Contents:
 def check_place(candidate: Checkpoint, reference: Path, folder: Path) -> None:
     """See that DST can be written, before any work. Raises SettingsError, CheckpointError,
     EnvironmentProblem."""
-    for source in (candidate.folder, reference):
-        require_apart(source, folder)
-    _require_new(folder)
-    require_writable(folder.parent)
+    if (size := len(os.fsencode(folder.name))) > MAX_NAME_BYTES:
+        raise SettingsError(
+            f"{folder}: a name of {size} bytes, expected at most {MAX_NAME_BYTES}",
+            hint="give a shorter name",
+        )
+    with disk_problems(folder):
+        for source in (candidate.folder, reference):
+            require_apart(source, folder)
+        _require_new(folder)
+        require_writable(folder.parent)
+        _tell_of_drafts(folder)
     num_bytes = sum(path.stat().st_size for path in _files(candidate.folder))
     require_space(folder, output_bytes=num_bytes, unit_bytes=0, state_bytes=0)
 
@@ -66,6 +80,14 @@ def write_folder(
         except BaseException:
             remove(draft)
             raise
+
+
+def _tell_of_drafts(folder: Path) -> None:
+    """A log warning for each draft of `folder` that is there already."""
+    name = re.compile(rf"\.{re.escape(folder.name)}-[0-9a-f]{{8}}\.partial")
+    for path in sorted(folder.parent.iterdir()) if folder.parent.exists() else []:
+        if name.fullmatch(path.name):
+            log.warning("%s: left by a run that was killed; unless it still runs, remove it", path)
 
 
 def _require_new(folder: Path) -> None:

@@ -65,7 +65,7 @@ def documents_of(prepared: "Tuning", outcome: Outcome, map_sha256: str) -> dict[
     """
     folder = prepared.candidate.checkpoint.folder
     found = tuning_entry(prepared, outcome, map_sha256)
-    report = _report(folder / REPORT_NAME)
+    report = report_of(folder)
     if HOW in report:  # another result than the candidate, so `compress --resume` must not take it
         both = json.dumps([report[HOW], found], sort_keys=True)
         report[HOW] = hashlib.sha256(both.encode()).hexdigest()
@@ -125,7 +125,9 @@ def command_of(prepared: "Tuning") -> str:
     return " ".join([*words, f"--lr {options.rate:g} --device {options.device.partition(':')[0]}"])
 
 
-def _report(path: Path) -> dict[str, object]:
+def report_of(folder: Path) -> dict[str, object]:
+    """What compression.json holds, {} where there is none. Raises CheckpointError."""
+    path = folder / REPORT_NAME
     if not path.exists():
         return {}
     try:

@@ -7,9 +7,9 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from zipfile import BadZipFile
+from typing import IO
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from emberbox.errors import SettingsError
 from emberbox.model.config import Glm5NextConfig
 
 IDS_SUFFIX, IDS_KEY = ".npz", "token_ids"
-MAX_IDS_BYTES = 256 << 20
+MAX_IDS_BYTES = 256 << 20  # of the file, and of the ids in it
 # One row in eight is held out, but no more than an evaluation in the time of a few steps takes.
 HELD_SHARE, HELD_STEPS, MAX_HELD = 8, 4, 64
 
@@ -73,8 +73,8 @@ def load_text(
     return TuningText(text, tuple(every * (i + 1) - 1 for i in range(num_held)), every)
 
 
-def draws(learnt: tuple[int, ...], steps: int, step_rows: int, seed: int) -> list[list[int]]:
-    """The rows of each step: all in a chance order, then all in another, and so on."""
+def draws(learnt: tuple[int, ...], steps: int, step_rows: int, seed: int) -> Iterator[list[int]]:
+    """The rows of one step after another: all in a chance order, then all in another, and so on."""
     generator = torch.Generator().manual_seed(seed)
 
     def endless() -> Iterator[int]:
@@ -83,11 +83,12 @@ def draws(learnt: tuple[int, ...], steps: int, step_rows: int, seed: int) -> lis
             yield from (learnt[i] for i in order)
 
     rows = endless()
-    return [[next(rows) for _ in range(step_rows)] for _ in range(steps)]
+    for _ in range(steps):
+        yield [next(rows) for _ in range(step_rows)]
 
 
 def _load_ids(path: Path, config: Glm5NextConfig, choice: RowChoice) -> Calibration:
-    ids = _array(path, _read(path))
+    ids = _read(path)
     per_row = ids.shape[1] // choice.cols
     if not per_row or not len(ids):
         raise SettingsError(
@@ -104,28 +105,58 @@ def _load_ids(path: Path, config: Glm5NextConfig, choice: RowChoice) -> Calibrat
     return Calibration(chosen, path.resolve().name, digest)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
+    """int64 [rows, cols] of an .npz file, which may be anyone's."""
     try:
+        if not path.is_file() and path.exists():
+            raise SettingsError(f"{path}: is no file, expected an .npz file with {IDS_KEY}")
         if (size := path.stat().st_size) > MAX_IDS_BYTES:
             raise SettingsError(f"{path}: {size} bytes of rows; at most {MAX_IDS_BYTES} are taken")
-        return path.read_bytes()
+        file = path.open("rb")
     except OSError as error:
         raise SettingsError(f"{path}: not readable: {error.strerror}") from error
-
-
-def _array(path: Path, raw: bytes) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
-    """int64 [rows, cols] from the bytes of an .npz file."""
     try:
-        with np.load(BytesIO(raw), allow_pickle=False) as file:
-            found = file[IDS_KEY]
-    except (BadZipFile, KeyError, OSError, ValueError) as error:
-        raise SettingsError(f"{path}: expected an .npz file with {IDS_KEY}: {error}") from error
-    if found.ndim != 2 or found.dtype.kind not in "iu":
+        with file, ZipFile(file) as archive, _member(archive) as member:
+            return _array(path, member)
+    except SettingsError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds at damaged bytes
+        said = str(error) or type(error).__name__
         raise SettingsError(
-            f"{path}: {IDS_KEY} is {found.dtype} {list(found.shape)}, expected whole numbers "
-            f"[rows, cols]"
+            f"{path}: expected an .npz file with {IDS_KEY}, whole numbers [rows, cols]: {said}",
+            hint="write it with numpy.savez_compressed",
+        ) from error
+
+
+def _member(archive: ZipFile) -> IO[bytes]:
+    found = archive.getinfo(f"{IDS_KEY}.npy")
+    if found.compress_type not in (ZIP_STORED, ZIP_DEFLATED):  # others expand without a bound
+        raise ValueError(f"compression {found.compress_type}, expected deflate or none")
+    return archive.open(found)
+
+
+def _array(path: Path, member: IO[bytes]) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
+    """The ids of an .npy file; what its header promises is judged before any is read."""
+    version = np.lib.format.read_magic(member)
+    if version != (1, 0):  # the others are for headers of structured arrays, without a bound
+        raise ValueError(f"npy version {version}, expected (1, 0)")
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(member)
+    if len(shape) != 2 or dtype.kind not in "iu" or min(shape) < 0:
+        raise SettingsError(
+            f"{path}: {IDS_KEY} is {dtype} {list(shape)}, expected whole numbers [rows, cols]"
         )
-    return np.asarray(found, dtype=np.int64)
+    size = shape[0] * shape[1] * dtype.itemsize
+    if size > MAX_IDS_BYTES:
+        raise SettingsError(
+            f"{path}: {IDS_KEY} is {dtype} {list(shape)}, {size} bytes; at most {MAX_IDS_BYTES} "
+            f"are taken",
+            hint="give fewer rows",
+        )
+    raw = member.read(size + 1)
+    if len(raw) != size:
+        raise ValueError(f"{IDS_KEY} has other bytes than the {size} of its header")
+    found = np.frombuffer(raw, dtype).reshape(shape, order="F" if is_fortran else "C")
+    return found.astype(np.int64, order="C")
 
 
 def _check_ids(path: Path, ids: Tensor, config: Glm5NextConfig) -> None:

@@ -8,6 +8,7 @@ No GPU is needed to fill the cache. Knows no op.
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,13 +54,19 @@ def build(source: Source, arch: str, cache_folder: Path | None = None) -> Path:
 
 def check_architecture(arch: str) -> None:
     """Raises SettingsError for what is no architecture's name."""
-    if not (arch.startswith("sm_") and arch[3:].rstrip("af").isdigit()):
+    if not re.fullmatch("sm_[0-9]{2,3}[af]?", arch):
         raise SettingsError(f"architecture: {arch!r}", hint="expected one such as sm_90 or sm_121")
 
 
 def default_cache() -> Path:
-    """The folder of EMBERBOX_CACHE, or ~/.cache/emberbox."""
-    return Path(from_environment(BuildSettings).cache).expanduser()
+    """The folder of EMBERBOX_CACHE, or ~/.cache/emberbox. Raises SettingsError."""
+    named = from_environment(BuildSettings).cache
+    try:
+        return Path(named).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(
+            f"EMBERBOX_CACHE: {named!r}: {error}", hint="give the whole path of a folder"
+        ) from error
 
 
 def cache_key(source: Source, arch: str) -> str:
