@@ -8,7 +8,7 @@ import pytest
 from emberbox.compress import disk
 from emberbox.compress.journal import Job
 from emberbox.compress.output import Output
-from emberbox.errors import EnvironmentProblem, SettingsError
+from emberbox.errors import CheckpointError, EnvironmentProblem, SettingsError
 
 Usage = namedtuple("Usage", "total used free")
 GB = 10**9
@@ -110,3 +110,33 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
 def test_a_relative_folder_has_a_nearest_parent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert disk.nearest_existing(disk.Path("a/b")) == tmp_path
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_plan_refuses_what_the_run_refuses(tmp_path, resume):
+    job, source = _job({"a": 8}), tmp_path / "source"
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes").write_text("precious")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, kind, told in (
+        ("foreign", CheckpointError, "foreign: holds other files: notes"),
+        ("link", EnvironmentProblem, "link: is a link that leads nowhere, expected a folder"),
+        ("link/dst", EnvironmentProblem, "link: is a link that leads nowhere, expected a folder"),
+        ("loop", EnvironmentProblem, "loop: is a link that leads nowhere, expected a folder"),
+    ):
+        with pytest.raises(kind, match=told) as planned:
+            disk.look(tmp_path / name, source, job, resume=resume)
+        with pytest.raises(kind) as run:
+            _open(tmp_path / name, job, resume=resume)
+        assert str(run.value) == str(planned.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "link", "loop"]
+
+
+def test_resuming_a_complete_folder_is_not_refused(tmp_path):
+    (tmp_path / "SHA256SUMS").write_text("")
+    job, source = _job({"a": 8}), tmp_path.parent / "source"
+    assert disk.look(tmp_path, source, job, resume=True).place == tmp_path
+    with pytest.raises(CheckpointError, match="holds other files: SHA256SUMS"):
+        _open(tmp_path, job, resume=True)  # nothing is begun there all the same
+    assert [path.name for path in tmp_path.iterdir()] == ["SHA256SUMS"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import lzma
 import os
 
 import pytest
@@ -110,13 +111,29 @@ def test_what_is_there_is_kept_unless_it_may_be_replaced(tmp_path):
     with pytest.raises(MeasureError, match=r"new\.json: is there already") as caught:
         check_output(new, SCHEMA, beside=beside)
     assert "--force" in caught.value.hint
-    beside.write_text("record")
+    write_receipt(tmp_path / "a.json").record_path.rename(beside)
+    (tmp_path / "a.json").unlink()
     check_output(new, SCHEMA, beside=beside, may_replace=True)
     new.unlink()  # a record that was left alone when a writer was killed
     with pytest.raises(MeasureError, match=r"new\.record\.xz: is there already"):
         check_output(new, SCHEMA, beside=beside)
     check_output(new, SCHEMA, beside=beside, may_replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["new.record.xz"]
+
+
+@pytest.mark.parametrize("has_receipt", [False, True])
+def test_what_is_no_record_is_never_replaced(tmp_path, has_receipt):
+    new, beside = tmp_path / "new.json", tmp_path / "new.record.xz"
+    if has_receipt:
+        receipt(new)
+    for raw in (b"precious", b"", lzma.compress(b"precious"), lzma.compress(b'{"schema":"x"}')):
+        beside.write_bytes(raw)
+        with pytest.raises(MeasureError, match=r"new\.record\.xz: is there already, and is not a"):
+            check_output(new, SCHEMA, beside=beside, may_replace=True)
+    beside.unlink()
+    beside.symlink_to("nowhere")
+    with pytest.raises(MeasureError, match=r"new\.record\.xz: is there already, and is not a"):
+        check_output(new, SCHEMA, beside=beside, may_replace=True)
 
 
 @pytest.mark.parametrize("may_replace", [False, True])

@@ -1,6 +1,8 @@
 """A folder is compared with all it has, and what it lacks is said; the verb `verify`."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 
@@ -8,12 +10,14 @@ import pytest
 
 from emberbox.cli.main import main
 from emberbox.errors import CheckpointError
+from emberbox.store import strict_json
 from emberbox.store.checkpoint import INDEX_NAME, open_checkpoint
 from emberbox.store.checksums import SUMS_NAME
 from emberbox.store.digests import DIGESTS_NAME
+from emberbox.store.durable import remove
 from emberbox.store.verification import Fault, num_bytes_of, verify_folder
 from tests.helpers.nano import NANO
-from tests.helpers.whole_folder import plain_folder, whole_folder
+from tests.helpers.whole_folder import plain_folder, whole_folder, write_sums
 
 BASE2 = NANO.with_name("ember-nano-base2")
 SHARD = "model-00005-of-00012.safetensors"
@@ -141,11 +145,15 @@ def test_what_a_broken_download_has_is_compared_all_the_same(base2, capsys, brok
     assert f"{len(infos) - len(gone):,} tensors compared" in shown[0]
     damaged = f"  - {flipped.file.name}: tensor 'lm_head.trellis' is damaged "
     assert sum(line.startswith(damaged) for line in shown) == 1
-    told = f"{len(gone)} tensors: each has a digest, and is in no file"
-    (line,) = (line for line in shown if told in line)
-    assert line.startswith(f"  - {DIGESTS_NAME}: ")
-    assert ", ".join(sorted(gone)[:10]) in line
-    assert line.endswith(f", and {len(gone) - 10} more")
+    lines = [line for line in shown if "has a digest, and is in no file" in line]
+    if broken == "missing":
+        (line,) = lines
+        assert line.startswith(f"  - {DIGESTS_NAME}: ")
+        assert f"{len(gone)} tensors: each has a digest" in line
+        assert ", ".join(sorted(gone)[:10]) in line
+        assert line.endswith(f", and {len(gone) - 10} more")
+    else:
+        assert lines == []
     assert len(shown) < 20
     assert not any("not compared" in line for line in shown)
 
@@ -215,3 +223,137 @@ def test_no_folder_is_bad_luck_and_no_path_bad_usage(tmp_path, capsys):
     assert main(["verify"]) == 2
     assert main(["verify", ""]) == 2
     assert "the path is empty" in capsys.readouterr().err
+
+
+def faults_of(folder):
+    return {fault.file: fault.what for fault in verify_folder(folder).faults}
+
+
+def not_there(path):
+    path.symlink_to("nowhere")
+    return "cannot be read: No such file or directory"
+
+
+def round_and_round(path):
+    path.symlink_to(path.name)
+    return f"cannot be read: {os.strerror(errno.ELOOP)}"
+
+
+def pipe(path):
+    os.mkfifo(path)
+    return "cannot be read: not a regular file"
+
+
+@pytest.mark.parametrize("make", [not_there, round_and_round, pipe])
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_what_is_no_file_is_a_fault(tmp_path, capsys, make, has_sums):
+    folder = whole_folder(tmp_path)
+    (folder / "notes").write_text("")
+    write_sums(folder)
+    if not has_sums:
+        (folder / SUMS_NAME).unlink()
+    (folder / "notes").unlink()
+    told = make(folder / "notes")
+    assert verify_folder(folder).faults == (Fault("notes", told),)
+    assert main(["verify", str(folder)]) == 1
+    assert f"  - notes: {told}" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("make", [not_there, round_and_round, pipe])
+@pytest.mark.parametrize("name", ["s1.safetensors", INDEX_NAME, DIGESTS_NAME, SUMS_NAME])
+def test_no_part_of_a_checkpoint_is_waited_for(tmp_path, make, name):
+    folder = whole_folder(tmp_path)
+    (folder / name).unlink()
+    make(folder / name)
+    assert name in faults_of(folder)
+
+
+def test_a_folder_that_cannot_be_listed_is_a_fault(tmp_path, monkeypatch):
+    folder = whole_folder(tmp_path)
+    for name in ("more", "other"):
+        (folder / name).mkdir()
+        (folder / name / "notes").write_text("")
+    write_sums(folder)
+    scandir, closed = os.scandir, folder / "more"
+
+    def refuse(path):  # tests may run as root, for whom nothing is closed
+        if os.fspath(path) == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert verify_folder(folder).faults == (Fault("more", "cannot be read: Permission denied"),)
+    assert num_bytes_of(folder) > 0
+    closed = folder
+    with pytest.raises(CheckpointError, match="plain: cannot be read: Permission denied"):
+        verify_folder(folder)
+    assert main(["verify", str(folder)]) == 1
+
+
+def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
+    folder = whole_folder(tmp_path)
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(type(folder), "stat", refuse)
+    for open_it in (verify_folder, open_checkpoint):
+        with pytest.raises(CheckpointError, match="plain: cannot be read: Permission denied"):
+            open_it(folder)
+
+
+def spoil(path, how):
+    """`path`, which is there and of no use."""
+    text = path.read_text()
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how == "mark":
+        path.write_text("\ufeff" + text, "utf-8")
+    elif how == "twice":
+        path.write_text(text + text)
+    else:
+        path.write_text("")
+
+
+@pytest.mark.parametrize("how", ["folder", "mark", "twice", "empty"])
+def test_what_is_there_and_of_no_use_is_not_said_to_be_missing(tmp_path, how):
+    folder = whole_folder(tmp_path)
+    spoil(folder / SUMS_NAME, how)
+    verdict = verify_folder(folder)
+    assert (verdict.num_files, verdict.num_tensors) == (0, 3)
+    assert [fault.file for fault in verdict.faults] == [SUMS_NAME]
+    assert verdict.unknown == (f"{SUMS_NAME} could not be used: files beside the weights",)
+    spoil(folder / DIGESTS_NAME, how)
+    both = f"{SUMS_NAME} could not be used and {DIGESTS_NAME} could not be used: "
+    assert verify_folder(folder).unknown[1].startswith(both + "the bytes of 3 of 3 tensors")
+    remove(folder / SUMS_NAME)
+    both = f"no {SUMS_NAME} and {DIGESTS_NAME} could not be used: "
+    assert verify_folder(folder).unknown[1].startswith(both + "the bytes of 3 of 3 tensors")
+
+
+def test_digests_over_the_limit_could_not_be_used(tmp_path, monkeypatch):
+    folder = whole_folder(tmp_path)
+    size = (folder / DIGESTS_NAME).stat().st_size
+    assert size > max((folder / name).stat().st_size for name in ("config.json", INDEX_NAME))
+    monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", size - 1)
+    verdict = verify_folder(folder)
+    (fault,) = verdict.faults
+    assert fault.what.endswith(f"{DIGESTS_NAME}: {size} bytes long, the limit is {size - 1}")
+    told = f"{DIGESTS_NAME} could not be used: which tensors of a file are damaged"
+    assert verdict.unknown == (told,)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_bad_header_is_the_only_fault_of_its_tensors(tmp_path, has_index):
+    folder = whole_folder(tmp_path)
+    flip(folder / "s1.safetensors", 8)  # the "{" of its header
+    if has_index:
+        (fault,) = verify_folder(folder).faults
+        assert (fault.file, fault.tensors) == ("s1.safetensors", ())
+        (folder / "s2.safetensors").unlink()
+        told = faults_of(folder)[DIGESTS_NAME]
+        assert told.endswith("tensor 'c' has a digest, and is in no file")
+    else:
+        (folder / INDEX_NAME).unlink()
+        assert DIGESTS_NAME not in faults_of(folder)

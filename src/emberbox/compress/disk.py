@@ -10,6 +10,7 @@ from pathlib import Path
 
 from emberbox.compress.journal import JOURNAL_NAME, Job
 from emberbox.errors import CheckpointError, EnvironmentProblem, SettingsError
+from emberbox.store.checksums import SUMS_NAME
 
 # Headers and index (0.2 KB a tensor, twice: 60 MB at 150,000 tensors), tokenizer, card, journal.
 OTHER_BYTES = 96 << 20
@@ -33,27 +34,28 @@ def look(folder: Path, source: Path, job: Job, *, resume: bool) -> Room:
     require_apart(source, folder)
     require_writable(folder)
     units = job.unit_bytes.values()
-    room = _room(folder, sum(units) + max(units) + 2 * job.state_bytes)
-    if resume:
-        return room
-    if (folder / JOURNAL_NAME).exists():
+    is_begun = (folder / JOURNAL_NAME).exists()
+    # A folder with checksums is complete, which whoever resumes compares.
+    if resume and (is_begun or (folder / SUMS_NAME).exists()):
+        return _room(folder, sum(units) + max(units) + 2 * job.state_bytes)
+    if is_begun:
         raise CheckpointError(
             f"{folder}: holds the beginning of a conversion",
             hint="ask to resume it, choose another folder, or remove this one",
         )
     require_only(folder, frozenset(), "choose a new or an empty folder")
-    require_space(
+    return require_space(
         folder,
         output_bytes=sum(units),
         unit_bytes=max(units),
         state_bytes=2 * job.state_bytes,
     )
-    return room
 
 
 def require_apart(source: Path, folder: Path) -> None:
     """Raises SettingsError if `folder` is `source` or lies in it."""
-    inside, outside = folder.resolve(), source.resolve()
+    # Path.resolve raises RuntimeError where links go round in a circle.
+    inside, outside = (Path(os.path.realpath(path)) for path in (folder, source))
     if inside == outside or outside in inside.parents:
         where = "is the folder to read from" if inside == outside else f"lies inside {source}"
         raise SettingsError(
@@ -64,6 +66,8 @@ def require_apart(source: Path, folder: Path) -> None:
 def require_writable(folder: Path) -> None:
     """Raises EnvironmentProblem if `folder`, or the nearest parent there is, takes no files."""
     place = nearest_existing(folder)
+    if not place.exists():
+        raise EnvironmentProblem(f"{place}: is a link that leads nowhere, expected a folder")
     if not place.is_dir():
         raise EnvironmentProblem(f"{place}: is a file, expected a folder")
     if not os.access(place, os.W_OK | os.X_OK):
@@ -81,7 +85,7 @@ def require_only(folder: Path, ours: frozenset[str], hint: str) -> None:
         )
 
 
-def require_space(folder: Path, *, output_bytes: int, unit_bytes: int, state_bytes: int) -> None:
+def require_space(folder: Path, *, output_bytes: int, unit_bytes: int, state_bytes: int) -> Room:
     """Room for what is still to be written, the largest unit once more, and states to resume from.
 
     The largest unit because its tensors lie on disk beside the shards made of them. Raises
@@ -96,6 +100,7 @@ def require_space(folder: Path, *, output_bytes: int, unit_bytes: int, state_byt
             f"{_gb(OTHER_BYTES)} for the rest)",
             hint="free some space or choose a folder on another disk",
         )
+    return room
 
 
 def _room(folder: Path, num_bytes: int) -> Room:
@@ -105,8 +110,8 @@ def _room(folder: Path, num_bytes: int) -> Room:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """`folder`, or the nearest of its parents that exists."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    """`folder`, or the nearest of its parents that exists, if only as a link that leads nowhere."""
+    return next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
 
 
 def _gb(num_bytes: int) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from emberbox.compress.disk import require_apart, require_only, require_space, require_writable
+from emberbox.compress.disk import look, require_only, require_space
 from emberbox.compress.journal import JOURNAL_NAME, FinishRecord, Job, Journal, UnitRecord
 from emberbox.errors import CheckpointError, DuplicateName, EnvironmentProblem, WrongSize
 from emberbox.store.buffers import Buffer, byte_view
@@ -105,16 +105,9 @@ class Output:
         `source`), EnvironmentProblem (permission, space, another process), CheckpointError (other
         files, another job, or a beginning and no `resume`).
         """
-        require_apart(source, folder)
-        require_writable(folder)
-        if (folder / JOURNAL_NAME).exists() and not resume:
-            raise CheckpointError(
-                f"{folder}: holds the beginning of a conversion",
-                hint="ask to resume it, choose another folder, or remove this one",
-            )
+        look(folder, source, job, resume=resume)
         if not (folder / JOURNAL_NAME).exists():
             require_only(folder, frozenset(), "choose a new or an empty folder")
-            _require_space(folder, job, job.unit_bytes, 0)
         with disk_problems(folder):
             folder.mkdir(parents=True, exist_ok=True)
             flush_folder(folder.parent)

@@ -2,16 +2,18 @@
 and whether the result can be written. Reads headers, configs and tokenizers; no weights.
 """
 
+import lzma
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from emberbox.errors import MeasureError
-from emberbox.measure.documents import read_file, require_free
+from emberbox.measure.documents import canonical_json, read_file, require_free
 from emberbox.measure.lanes import Lane
 from emberbox.measure.panel import Panel, Window
 from emberbox.measure.record import MAX_POSITIONS
+from emberbox.measure.record import SCHEMA as RECORD_SCHEMA
 from emberbox.measure.schema import label
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.weights import assign
@@ -22,6 +24,8 @@ from emberbox.store.strict_json import JsonProblem, parse_object
 TOKENIZER_NAME = "tokenizer.json"
 MAX_RECEIPT_BYTES = 64 << 20
 MAX_NAME_BYTES = 185  # a record's name, and one on the way, are longer by 40
+XZ_BEGIN_BYTES = 64 << 10  # of a record, to see that it is one
+MAX_XZ_BYTES = 256 << 20  # of memory: a record's own setting takes 65 MB
 
 _NAME = re.compile(r"[\w+-][\w.+-]{0,180}\.json")
 
@@ -70,13 +74,13 @@ def check_output(path: Path, schema: str, *, beside: Path, may_replace: bool = F
         raise MeasureError(f"{path}: there is no folder {path.parent}", hint="make it first")
     if not os.access(path.parent, os.W_OK):
         raise MeasureError(f"{path}: the folder {path.parent} cannot be written")
-    if path.exists() and _schema(path) != schema:
+    if _is_there(path) and _schema(path) != schema:
         raise MeasureError(
             f"{path}: is there already, and is not a receipt of fidelity", hint="give another name"
         )
-    if beside.exists() and not beside.is_file():
+    if _is_there(beside) and not _is_record(beside):
         raise MeasureError(
-            f"{beside}: is there already, and is not a file", hint="give another name"
+            f"{beside}: is there already, and is not a record", hint="give another name"
         )
     require_free(path, beside, may_replace=may_replace)
 
@@ -137,6 +141,23 @@ def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:  # a name too long for the disk
+        return False
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _is_record(path: Path) -> bool:
+    """Whether it begins as every record does."""
+    begin = canonical_json({"schema": RECORD_SCHEMA}).removesuffix(b"}")
+    unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_XZ_BYTES)
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return unpacker.decompress(file.read(XZ_BEGIN_BYTES), max_length=len(begin)) == begin
+    except (OSError, lzma.LZMAError):
         return False
 
 

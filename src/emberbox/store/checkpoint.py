@@ -84,10 +84,17 @@ def open_checkpoint(folder: str | Path, *, verify: bool = True) -> Checkpoint:
     """Read config.json, the index and every header under `folder`, and check them together.
 
     Without `verify` digests are left alone, and tensors are read as they are. Raises ConfigError,
-    the IndexProblem family, the HeaderError family, or CheckpointError if there is no such folder
-    or its digests do not fit its tensors.
+    the IndexProblem family, the HeaderError family, or CheckpointError if there is no such folder,
+    it cannot be read, or its digests do not fit its tensors.
     """
-    folder = Path(folder)
+    try:
+        return _open(Path(folder), verify=verify)
+    except OSError as error:  # no permission
+        where = error.filename or folder
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def _open(folder: Path, *, verify: bool) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder", hint="give the folder of config.json")
     config = _read_config(folder / CONFIG_NAME)
@@ -138,7 +145,7 @@ def _read_folder(folder: Path) -> dict[str, TensorInfo]:
     """All tensors of one folder, sub-folders aside."""
     on_disk = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / INDEX_NAME).exists():
-        weight_map = _read_index(folder / INDEX_NAME)
+        weight_map = read_index(folder / INDEX_NAME)
         _check_shards(folder, set(weight_map.values()), set(on_disk))
         tensors = _read_files(folder, on_disk)
         _check_places(folder / INDEX_NAME, weight_map, tensors)
@@ -159,7 +166,8 @@ def _read_folder(folder: Path) -> dict[str, TensorInfo]:
     return read_header(folder / on_disk[0])
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file name of the index at `path`. Raises IndexProblem."""
     try:
         index = read_object(path)
     except JsonProblem as problem:

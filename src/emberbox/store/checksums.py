@@ -4,8 +4,11 @@ A line is `<64 hex digits>  <name>`, sorted by name, for every file but the list
 files and folders (what version control and download tools leave) are not part of a checkpoint.
 """
 
+import errno
 import hashlib
+import os
 import re
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from emberbox.errors import CheckpointError
 
 SUMS_NAME = "SHA256SUMS"
 READ_BYTES = 4 << 20
+MAX_SUMS_BYTES = 64 << 20  # some 500,000 files
 
 OnBytes = Callable[[int], None]  # is told how many more bytes were read
 
@@ -30,8 +34,15 @@ class FileDigest:
     sha256: str  # 64 hex digits
 
 
+def require_regular(path: Path) -> None:
+    """Raises OSError for what is no file, or not there: a pipe would be waited for without end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def digest_file(path: Path, on_bytes: OnBytes = lambda _: None) -> FileDigest:
-    """Read `path` to its end. Raises OSError."""
+    """Read `path`, a regular file, to its end. Raises OSError."""
+    require_regular(path)
     hasher, num_bytes = hashlib.sha256(), 0
     buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -80,8 +91,10 @@ def verify_checksums(folder: Path, on_bytes: OnBytes = lambda _: None) -> int:
     Raises CheckpointError that names each file that differs, is missing, or is not in the list.
     """
     listed = read_sums(folder / SUMS_NAME)
-    found = visible_files(folder) - {SUMS_NAME}
-    faults = [f"{name}: listed, but not there" for name in sorted(listed.keys() - found)]
+    unlisted: list[OSError] = []
+    found = visible_files(folder, unlisted.append) - {SUMS_NAME}
+    faults = [f"{error.filename}: cannot be read: {error.strerror}" for error in unlisted]
+    faults += [f"{name}: listed, but not there" for name in sorted(listed.keys() - found)]
     faults += [f"{name}: there, but not listed" for name in sorted(found - listed.keys())]
     for name in sorted(found & listed.keys()):
         try:
@@ -106,32 +119,60 @@ def listed_sha256(folder: Path, name: str) -> str | None:
     Raises CheckpointError for a list that cannot be read.
     """
     path = folder / SUMS_NAME
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = _raw_sums(path).decode("utf-8", "replace").splitlines() if path.exists() else []
     matches = (_LINE.fullmatch(line) for line in lines)
     return next((match[1] for match in matches if match and match[2] == name), None)
 
 
 def read_sums(path: Path) -> dict[str, str]:
-    """Name -> sha256 of the list at `path`. Raises CheckpointError for a line of another form."""
+    """Name -> sha256 of the list at `path`, which lists at least one file.
+
+    Raises CheckpointError, for a line of another form or a name that stands twice too.
+    """
     try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+        text = _raw_sums(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}") from None
+    if text.startswith("\ufeff"):
+        raise CheckpointError(f"{path}: begins with a byte order mark (bytes 0 to 3)")
     listed: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         match = _LINE.fullmatch(line)
-        if match is None or match[2] in listed:
-            raise CheckpointError(
-                f"{path}: line {number} is not a sha256, two spaces and a new name"
-            )
+        if match is None:
+            raise CheckpointError(f"{path}: line {number} is not a sha256, two spaces and a name")
+        if match[2] in listed:
+            first = list(listed).index(match[2]) + 1
+            raise CheckpointError(f"{path}: line {number} lists {match[2]!r} as line {first} does")
         listed[match[2]] = match[1]
+    if not listed:
+        raise CheckpointError(f"{path}: lists no file")
     return listed
 
 
-def visible_files(folder: Path) -> set[str]:
-    """Every file under `folder` that belongs to the checkpoint, by its name relative to it."""
-    names = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
-    return {name.as_posix() for name in names if not any(p.startswith(".") for p in name.parts)}
+def _raw_sums(path: Path) -> bytes:
+    try:
+        require_regular(path)
+        with path.open("rb") as file:
+            raw = file.read(MAX_SUMS_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_SUMS_BYTES:
+        raise CheckpointError(f"{path}: longer than the limit of {MAX_SUMS_BYTES} bytes")
+    return raw
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def visible_files(folder: Path, on_error: Callable[[OSError], None] = _raise) -> set[str]:
+    """Every file under `folder` that belongs to the checkpoint, by its name relative to it.
+
+    A link that leads nowhere is one. on_error: is told of a folder that cannot be listed.
+    """
+    found = set()
+    for place, folders, names in os.walk(folder, onerror=on_error):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        here = Path(place).relative_to(folder)
+        found |= {(here / name).as_posix() for name in names if not name.startswith(".")}
+    return found

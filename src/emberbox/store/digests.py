@@ -17,6 +17,7 @@ from emberbox.store.checksums import (
     digest_file,
     hash_next,
     listed_sha256,
+    require_regular,
 )
 from emberbox.store.durable import write_file
 from emberbox.store.safetensors_header import TensorInfo, read_header
@@ -62,6 +63,7 @@ def digest_shard(
 
     `infos` are all that its header describes. Raises CheckpointError or OSError.
     """
+    require_regular(path)
     whole, digests, position = hashlib.sha256(), {}, 0
     with path.open("rb", buffering=0) as file:
         for info in sorted(infos, key=lambda info: (info.start, info.stop)):
@@ -79,20 +81,19 @@ def read_digests(folder: Path, names: Iterable[str], top: Path) -> dict[str, str
     CheckpointError.
     """
     path = folder / DIGESTS_NAME
-    if not path.exists() and listed_sha256(top, path.relative_to(top).as_posix()) is None:
+    expected = listed_sha256(top, path.relative_to(top).as_posix())
+    if expected is None and not path.exists():
         return {}
-    listed = listed_digests(folder, top)
+    listed = listed_digests(path, expected)
     _require_names(path, set(names), listed)
     return {name: digest for name, digest in listed.items() if digest is not None}
 
 
-def listed_digests(folder: Path, top: Path) -> dict[str, str | None]:
+def listed_digests(path: Path, expected: str | None) -> dict[str, str | None]:
     """What the file says, whatever tensors there are; None where it is not of the form.
 
-    Raises CheckpointError as read_digests does, and if there is no such file.
+    expected: its sha256, if that is known. Raises CheckpointError, also if there is no such file.
     """
-    path = folder / DIGESTS_NAME
-    expected = listed_sha256(top, path.relative_to(top).as_posix())
     if not path.exists():
         by = f", {SUMS_NAME} lists it" if expected else ""
         raise CheckpointError(f"{path}: missing{by}", hint=_MADE_AGAIN)

@@ -5,6 +5,7 @@ Infinity, no unpaired surrogates. Everything wrong is a JsonProblem; no other ex
 """
 
 import json
+import stat
 from pathlib import Path
 
 MAX_JSON_BYTES = 100_000_000
@@ -23,7 +24,10 @@ class DuplicateKey(JsonProblem):
 def read_object(path: Path) -> JsonObject:
     """The object in a file. Raises JsonProblem, also for one that cannot be read or is too long."""
     try:
-        num_bytes = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for without end
+            raise JsonProblem("cannot be read: not a regular file")
+        num_bytes = status.st_size
         if num_bytes > MAX_JSON_BYTES:
             raise JsonProblem(f"{num_bytes} bytes long, the limit is {MAX_JSON_BYTES}")
         return parse_object(path.read_bytes().strip())

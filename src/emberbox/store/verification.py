@@ -6,13 +6,22 @@ What a folder's bytes are compared with is what it has: SHA256SUMS (files), tens
 cut the others are compared all the same. Knows no torch.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from emberbox.errors import CheckpointError
-from emberbox.store.checkpoint import MTP_FOLDER, open_checkpoint
-from emberbox.store.checksums import SUMS_NAME, OnBytes, digest_file, read_sums, visible_files
+from emberbox.store.checkpoint import INDEX_NAME, MTP_FOLDER, open_checkpoint, read_index
+from emberbox.store.checksums import (
+    SUMS_NAME,
+    OnBytes,
+    digest_file,
+    listed_sha256,
+    read_sums,
+    require_regular,
+    visible_files,
+)
 from emberbox.store.digests import DIGESTS_NAME, digest_shard, listed_digests, misfits
 from emberbox.store.safetensors_header import TensorInfo, read_header
 
@@ -48,24 +57,37 @@ class Verdict:
 def verify_folder(folder: Path, on_bytes: OnBytes = lambda _: None) -> Verdict:
     """Read every file of `folder` that something can be compared with.
 
-    Raises CheckpointError if there is no such folder; everything else that is wrong is a Fault.
+    Raises CheckpointError if there is no such folder or it cannot be read; everything else that is
+    wrong is a Fault.
     """
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {_reason(error)}") from error
+    if not is_folder:
         raise CheckpointError(f"{folder}: no such folder", hint="give the folder of config.json")
     return _Verification(folder, on_bytes).verdict()
 
 
 def num_bytes_of(folder: Path) -> int:
-    """Of all files that belong to the checkpoint, for a progress bar."""
-    return sum((folder / name).stat().st_size for name in visible_files(folder))
+    """Of all files that belong to the checkpoint and can be read, for a progress bar."""
+    return sum(_size(folder / name) for name in visible_files(folder, lambda _: None))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # a link that leads nowhere: a fault, not a reason to stop
+        return 0
 
 
 class _Verification:
     def __init__(self, folder: Path, on_bytes: OnBytes) -> None:
         self.folder, self.on_bytes = folder, on_bytes
-        self.names = visible_files(folder)
         self.faults: list[Fault] = []
-        self.num_files = self.num_tensors = self.num_without_digests = 0
+        self.names = visible_files(folder, self._cannot_list)
+        self.num_files = self.num_tensors = 0
+        self.without_digests: Counter[str] = Counter()  # why -> number of tensors
         self.sums = self._sums()
         self.digests: dict[str, str] = {}
 
@@ -76,11 +98,12 @@ class _Verification:
         self.faults += [
             Fault(name, f"listed in {SUMS_NAME}, but not there")
             for name in sorted(self.sums.keys() - self.names)
+            if not any(self._is_told(parent.as_posix()) for parent in Path(name).parents)
         ]
         for name in sorted(known | headers.keys()):
             self._file(name, headers.get(name, []))
-        unlisted = sorted(self.names - self.sums.keys() - {SUMS_NAME}) if self.sums else []
-        self.faults += [Fault(name, f"there, but not listed in {SUMS_NAME}") for name in unlisted]
+        for name in sorted(self.names - self.sums.keys() - {SUMS_NAME}):
+            self._unlisted(name)
         try:
             open_checkpoint(self.folder, verify=False)
         except CheckpointError as problem:
@@ -91,11 +114,10 @@ class _Verification:
         return Verdict(self.num_files, self.num_tensors, faults, tuple(self._unknown(headers)))
 
     def _sums(self) -> dict[str, str]:
-        path = self.folder / SUMS_NAME
-        if not path.exists():
+        if not self._is_there(SUMS_NAME):
             return {}
         try:
-            return read_sums(path)
+            return read_sums(self.folder / SUMS_NAME)
         except CheckpointError as problem:
             self.faults.append(Fault(SUMS_NAME, problem.message))
             return {}
@@ -115,16 +137,23 @@ class _Verification:
             place = self.folder / part
             name = (Path(part) / DIGESTS_NAME).as_posix()
             names = {i.name for infos in headers.values() for i in infos if i.file.parent == place}
-            if not (name in self.names or (names and name in self.sums)):
-                self.num_without_digests += len(names)
+            if not (self._is_there(name) or (names and name in self.sums)):
+                self.without_digests[f"no {DIGESTS_NAME}"] += len(names)
                 continue
             try:
-                listed = listed_digests(place, self.folder)
-            except CheckpointError as problem:
-                self.faults.append(Fault(name, problem.message))
+                listed = listed_digests(place / DIGESTS_NAME, self._sha256_of(name))
+            except (OSError, CheckpointError) as error:
+                self.faults.append(Fault(name, _reason(error)))
+                self.without_digests[f"{name} could not be used"] += len(names)
                 continue
             self.digests |= {n: digest for n, digest in listed.items() if digest and n in names}
-            if wrong := misfits(listed, names):
+            unread = {
+                path.name
+                for path in map(self.folder.joinpath, self.names - headers.keys())
+                if path.parent == place and path.suffix == ".safetensors"
+            }
+            lost = _lost(place, unread, listed)
+            if wrong := misfits(listed, names | (listed.keys() & lost)):
                 lines = [_of_tensors(each, what) for what, each in wrong.items()]
                 text = f"does not fit the tensors beside it: {_lines(lines)}"
                 self.faults.append(Fault(name, text))
@@ -138,7 +167,8 @@ class _Verification:
             else:
                 sha256, found = digest_file(path, self.on_bytes).sha256, {}
         except (OSError, CheckpointError) as error:
-            self.faults.append(Fault(name, f"cannot be read: {error}"))
+            if not self._is_told(name):
+                self.faults.append(Fault(name, _reason(error)))
             return
         self.num_files += expected is not None
         compared = found.keys() & self.digests.keys()
@@ -150,20 +180,71 @@ class _Verification:
         elif expected not in (None, sha256) and not self._is_told(name):
             self.faults.append(Fault(name, _changed(sha256, str(expected), infos, compared)))
 
+    def _unlisted(self, name: str) -> None:
+        """A file that SHA256SUMS, if there is one, does not list."""
+        try:
+            require_regular(self.folder / name)
+        except OSError as error:
+            if not self._is_told(name):
+                self.faults.append(Fault(name, _reason(error)))
+        if self.sums:
+            self.faults.append(Fault(name, f"there, but not listed in {SUMS_NAME}"))
+
+    def _cannot_list(self, error: OSError) -> None:
+        name = Path(error.filename or self.folder).relative_to(self.folder).as_posix()
+        if name == ".":
+            raise CheckpointError(f"{self.folder}: {_reason(error)}") from error
+        self.faults.append(Fault(name, _reason(error)))
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return name in self.names or (self.folder / name).is_dir()
+        except OSError:  # in a folder that cannot be read, which is told
+            return False
+
+    def _sha256_of(self, name: str) -> str | None:
+        """What SHA256SUMS says of a file; nothing where it cannot be read, which is told."""
+        try:
+            return listed_sha256(self.folder, name)
+        except CheckpointError:
+            return None
+
     def _is_told(self, name: str) -> bool:
         return any(fault.file == name for fault in self.faults)
 
     def _unknown(self, headers: Mapping[str, list[TensorInfo]]) -> Iterator[str]:
+        sums = f"no {SUMS_NAME}"
+        if self._is_there(SUMS_NAME):
+            sums = f"{SUMS_NAME} could not be used"
         if not self.sums:
-            yield f"no {SUMS_NAME}: files beside the weights"
-        total, rest = sum(map(len, headers.values())), self.num_without_digests
-        if rest and self.sums:
-            yield f"no {DIGESTS_NAME}: which tensors of a file are damaged"
-        elif rest:
-            yield (
-                f"neither {SUMS_NAME} nor {DIGESTS_NAME}: the bytes of {rest} of {total} tensors; "
-                "a changed byte in them is not seen"
-            )
+            yield f"{sums}: files beside the weights"
+        total = sum(map(len, headers.values()))
+        for why, rest in self.without_digests.items():
+            if rest and self.sums:
+                yield f"{why}: which tensors of a file are damaged"
+            elif rest:
+                both = f"{sums} and {why}".replace(
+                    f"no {SUMS_NAME} and no ", f"neither {SUMS_NAME} nor "
+                )
+                yield (
+                    f"{both}: the bytes of {rest} of {total} tensors; "
+                    "a changed byte in them is not seen"
+                )
+
+
+def _reason(error: OSError | CheckpointError) -> str:
+    if isinstance(error, CheckpointError):
+        return error.message
+    return f"cannot be read: {error.strerror}"
+
+
+def _lost(place: Path, unread: set[str], listed: Mapping[str, str | None]) -> set[str]:
+    """Tensors of the files in `unread`, whose headers are bad: that is told, and once is enough."""
+    try:
+        shards = read_index(place / INDEX_NAME)
+    except CheckpointError:  # without an index whatever is missing may be in them
+        return set(listed) if unread else set()
+    return {name for name, shard in shards.items() if shard in unread}
 
 
 def _damaged(differing: list[TensorInfo], *, is_file_good: bool) -> str:
