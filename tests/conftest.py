@@ -1,6 +1,7 @@
 """What holds for every test: no network but loopback, few threads, poisoned memory for ops."""
 
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -29,6 +30,17 @@ def _is_loopback(address: object) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """What a test's `main` set up for the command line ends with the test."""
+    loggers = [logging.getLogger(name) for name in ("", "emberbox", "uvicorn")]
+    before = [(logger, logger.level, logger.disabled, logger.propagate) for logger in loggers]
+    yield
+    for logger, level, disabled, propagate in before:
+        logger.setLevel(level)
+        logger.disabled, logger.propagate = disabled, propagate
 
 
 @pytest.fixture(autouse=True, scope="session")
