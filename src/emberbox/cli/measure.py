@@ -6,9 +6,9 @@ import shlex
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from emberbox.cli.flags import checkpoint_folder, settings_from
+from emberbox.cli.stage_bar import StageBar
 from emberbox.settings import LOG_LEVELS, LogSettings
 
 if TYPE_CHECKING:
@@ -145,34 +145,9 @@ def _command(args: argparse.Namespace) -> str:
     return shlex.join(map(str, words))
 
 
-class MeasureBar:
-    """The stage, how far it is and the time left, on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal or console.quiet,
-        )
-        self._task: TaskID | None = None
-        self._stage = ""
-
-    def __enter__(self) -> "MeasureBar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+class MeasureBar(StageBar):
+    """How far a measurement is."""
 
     def moved(self, progress: "Measured") -> None:
         """A stage begins, or goes on."""
-        if self._task is None or progress.stage != self._stage:
-            if self._task is not None:
-                self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(progress.stage, total=progress.total)
-            self._stage = progress.stage
-        self._progress.update(self._task, completed=progress.done)
+        self.show(progress.stage, progress.done, progress.total)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from emberbox.cli.flags import checkpoint_folder, settings_from
 from emberbox.cli.serve import StopSignals
+from emberbox.cli.stage_bar import StageBar
 from emberbox.settings import LOG_LEVELS, LogSettings
 
 if TYPE_CHECKING:
@@ -121,35 +121,10 @@ def _as_json(prepared: "Tuning", outcome: "Outcome") -> dict[str, object]:
     }
 
 
-class _Bar:
-    """The stage, how far it is, the newest held-out KL and the time left, on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal or console.quiet,
-        )
-        self._task: TaskID | None = None
-        self._stage = ""
-
-    def __enter__(self) -> "_Bar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+class _Bar(StageBar):
+    """How far the tuning is, with the newest held-out KL."""
 
     def moved(self, progress: "Tuned") -> None:
         """A stage begins, or goes on."""
-        if self._task is None or progress.stage != self._stage:
-            if self._task is not None:
-                self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(progress.stage, total=progress.total)
-            self._stage = progress.stage
-        said = progress.stage if progress.kl is None else f"{progress.stage}, KL {progress.kl:.4f}"
-        self._progress.update(self._task, description=said, completed=progress.done)
+        said = "" if progress.kl is None else f"{progress.stage}, KL {progress.kl:.4f}"
+        self.show(progress.stage, progress.done, progress.total, said)
