@@ -1,45 +1,95 @@
-"""Kernels as machine code: they compile for every architecture, and two blocks fit on a GB10.
+"""Kernels as machine code: they compile for every architecture, and their blocks fit on a GB10.
 
 A representative set of macros here, all of them under `slow`.
 """
 
 import re
 import struct
+from collections import Counter
 from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 import emberbox
 from emberbox.errors import OpError
 from emberbox.formats.trellis import RATES
-from emberbox.ops import ahead
+from emberbox.ops import ahead, ahead_step
 from emberbox.ops.build import Source, compile_cubin
 from emberbox.ops.cubin import Resources, machine_code, resources
-from emberbox.ops.launch import THREADS
+from emberbox.ops.hyper_close.kernel_cuda import MEAN_BYTES
+from emberbox.ops.index_choose import kernel_cuda as index_choose
+from emberbox.ops.kda_decode import kernel_cuda as kda_decode
+from emberbox.ops.launch import THREADS, source
 from emberbox.ops.linear_exl3.kernel_cuda import (
     CODEBOOKS,
     GEMM_SHARED,
     X_TYPES,
     gemm_step,
 )
+from emberbox.ops.mla_decode import kernel_cuda as mla_decode
+from emberbox.ops.mla_open import kernel_cuda as mla_open
+from emberbox.ops.rotated_linear import kernel_cuda as rotated_linear
+from emberbox.ops.small_linear import kernel_cuda as small_linear
 from tests.helpers.gpu import build_all, compiler_or_skip
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "sm_121")
 MUL1, MCG = CODEBOOKS["mul1"], CODEBOOKS["mcg"]
 TWO_BITS = (4, MUL1)
 KINDS = {"2": TWO_BITS, "2.5": (5, MUL1), "3": (6, MUL1), "3mcg": (6, MCG), "4": (8, MUL1)}
-FILES = ("linear_exl3", "moe_decode", "moe_prefill")
+# Files that multiply with EXL3 weights, and how many ways macros compile them for one kind.
+TRELLIS = {
+    "linear_exl3": 3 * 2,
+    "moe_decode": 3 * 4,
+    "moe_prefill": 3,
+    "rotated_linear": 3 * 2,
+    "rotated_swiglu": 2,
+}
+# How many kernels a file has.
+FILES = {
+    "linear_exl3": 4,
+    "moe_decode": 3,
+    "moe_prefill": 4,
+    "rotated_linear": 1,
+    "rotated_swiglu": 1,
+    "greedy_rows": 1,
+    "hyper_close": 1,
+    "hyper_open": 2,
+    "index_choose": 2,
+    "kda_apply": 1,
+    "kda_decode": 1,
+    "mla_attend": 1,
+    "mla_open": 1,
+    "mla_products": 8,
+    "sample_rows": 4,
+    "small_linear": 1,
+    "swiglu_open": 1,
+}
+PLAIN_FILES = tuple(file for file in FILES if file not in TRELLIS)
+KERNEL = re.compile(
+    r'extern "C" __global__ (?:__launch_bounds__\([^)]*\) )?void\s+'
+    r"(?:__launch_bounds__\([^)]*\)\s+)?([\w#]+)\("
+)
 
 # A GB10's multiprocessor, and what a block of the package's kernels asks for at launch.
 REGISTERS, REGISTER_UNIT, SHARED_BYTES, RESERVED_BYTES = 65_536, 256, 100 << 10, 1 << 10
-NUM_EXPERTS = 288
+NUM_EXPERTS, HIDDEN, LATENT, INDEX_HEADS = 288, 4_096, 512, 32
+MAX_SEQUENCES, KDA_RANK = 32, 128
 DYNAMIC_BYTES = {
     "multiply_many": GEMM_SHARED * gemm_step("sm_121"),
     "multiply_tiles": GEMM_SHARED * gemm_step("sm_121"),
     "sort_and_rotate": 8 * THREADS // 32 * NUM_EXPERTS,  # scores of a token's experts, per warp
+    "close_streams": MEAN_BYTES * HIDDEN,
+    "attend": mla_decode.shared_bytes(LATENT, torch.bfloat16),
+    "kda_decode": 4 * (kda_decode.MAX_TOKENS * kda_decode.TOKEN_FLOATS + kda_decode.FLOATS)
+    + kda_decode.MAX_TOKENS * 2 * (2 * KDA_RANK + kda_decode.PAD),
+    # Of index_choose; a kernel of that name in sample_rows asks for less.
+    "score": INDEX_HEADS * (2 * index_choose.PARTS * index_choose.DIM + 4)
+    + index_choose.SEQUENCE_BYTES * MAX_SEQUENCES,
 }
+BLOCK_THREADS = {"kda_decode": kda_decode.BLOCK, "choose": index_choose.CHOOSERS}
 
 
 def source_of(file, arch, kind=TWO_BITS, row_tiles=1):
@@ -47,17 +97,41 @@ def source_of(file, arch, kind=TWO_BITS, row_tiles=1):
         return ahead.linear(kind, row_tiles, ahead.BFLOAT16, arch)
     if file == "moe_decode":
         return ahead.decode(kind, row_tiles, ahead.BFLOAT16)
-    return ahead.prefill(kind, ahead.BFLOAT16, arch)
+    if file == "moe_prefill":
+        return ahead.prefill(kind, ahead.BFLOAT16, arch)
+    if file == "rotated_linear":
+        return ahead_step.rotated(kind, row_tiles, ahead.BFLOAT16)
+    if file == "rotated_swiglu":
+        return ahead_step.gate_up(kind, row_tiles)
+    # The largest: 64 heads, 8 tokens.
+    return max(plain_sources(file), key=lambda s: sorted(s.macros.items()))
+
+
+def plain_sources(file):
+    """What is compiled ahead of a file without EXL3 weights."""
+    both = (*ahead_step.of_plain(), *ahead_step.of_latents())
+    return [source for source in both if source.path.stem == file]
+
+
+def in_float32(of):
+    """The same with float32 for every type."""
+    types = {name: 0 for name in of.macros if name.endswith("TYPE")}
+    return source(of.path, {**of.macros, **types})
 
 
 def sources_of(file, arch):
     """Every combination of macros that a launch may ask for."""
     for kind in ahead.kinds(max(RATES)):
+        if file == "rotated_swiglu":
+            yield from (ahead_step.gate_up(kind, tiles) for tiles in (1, 2))
+            continue
         for x_type in X_TYPES.values():
             if file == "moe_prefill":
                 yield ahead.prefill(kind, x_type, arch)
             elif file == "linear_exl3":
                 yield from (ahead.linear(kind, tiles, x_type, arch) for tiles in (1, 2))
+            elif file == "rotated_linear":
+                yield from (ahead_step.rotated(kind, tiles, x_type) for tiles in (1, 2))
             else:
                 pairs = product((1, 2), (0, 1))
                 yield from (ahead.decode(kind, tiles, x_type, logits) for tiles, logits in pairs)
@@ -69,21 +143,39 @@ def cubin(file, arch, kind=TWO_BITS, row_tiles=1):
     return compile_cubin(source_of(file, arch, kind, row_tiles), arch)
 
 
-def blocks_that_fit(used: Resources, dynamic_bytes: int, counts_reserved: bool) -> int:
-    """Blocks of 256 threads on one multiprocessor of a GB10."""
-    warps = THREADS // 32
+def kernels_in(text):
+    """Names in a source; a macro makes one for each number of rows."""
+    for name in KERNEL.findall(text):
+        each = re.findall(r"^KERNELS\((\d+)\)", text, re.MULTILINE) if "##" in name else [""]
+        yield from (name.replace("##ROWS", rows) for rows in each)
+
+
+def blocks_that_fit(
+    used: Resources, dynamic_bytes: int, counts_reserved: bool, threads: int = THREADS
+) -> int:
+    """Blocks of so many threads on one multiprocessor of a GB10."""
+    warps = threads // 32
     per_warp = -(-used.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
     shared = used.shared_bytes + dynamic_bytes + (0 if counts_reserved else RESERVED_BYTES)
     return min(REGISTERS // (warps * per_warp), SHARED_BYTES // shared)
 
 
-def check_fit(name, code):
+def check_fit(file, code, macros=""):
+    """Two blocks of a kernel that decodes a trellis: one waits for words while the other decodes.
+
+    The others are bound by their launch or by one pass over memory; a block of attention keeps all
+    of a tile in shared memory, one of KDA a head's whole state in registers. One has to fit.
+    """
     for kernel, used in resources(code).items():
-        dynamic = DYNAMIC_BYTES.get(kernel, 0)
+        dynamic, threads = DYNAMIC_BYTES.get(kernel, 0), BLOCK_THREADS.get(kernel, THREADS)
+        has_shared = used.shared_bytes > 0
         assert used.registers > 0
-        assert used.shared_bytes >= RESERVED_BYTES, "sm_121 counts what it reserves"
-        blocks = blocks_that_fit(used, dynamic, counts_reserved=True)
-        assert blocks >= 2, f"{name}: {kernel} has {used} and {dynamic} bytes at launch"
+        assert not has_shared or used.shared_bytes >= RESERVED_BYTES, (
+            "sm_121 counts what it reserves, where a kernel has any of its own"
+        )
+        blocks = blocks_that_fit(used, dynamic, has_shared, threads)
+        name = f"{file} {macros}: {kernel} has {used} and {dynamic} bytes at launch"
+        assert blocks >= (2 if file in TRELLIS else 1), name
 
 
 def test_every_cu_file_of_the_ops_is_here():
@@ -96,23 +188,31 @@ def test_every_cu_file_of_the_ops_is_here():
 @pytest.mark.parametrize("file", FILES)
 def test_it_compiles_for_every_architecture(file, arch):
     found = resources(cubin(file, arch))
-    text = source_of(file, arch).path.read_text(encoding="utf-8")
-    kernels = re.findall(r'extern "C" __global__ \S+(?: 2\))? void\s+(\w+)\(', text)
+    kernels = list(kernels_in(source_of(file, arch).path.read_text(encoding="utf-8")))
     assert set(found) == set(kernels)
-    assert len(kernels) == {"linear_exl3": 4, "moe_decode": 3, "moe_prefill": 4}[file]
+    assert len(kernels) == FILES[file]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", TRELLIS)
 def test_two_blocks_fit_on_a_gb10_and_nothing_is_spilled(file, kind):
     code = cubin(file, "sm_121", kind)
     check_fit(file, code)
-    assert {
-        name: used.stack_bytes for name, used in resources(code).items() if used.stack_bytes
-    } == {}
+    assert spilled(code) == {}
 
 
-@pytest.mark.parametrize("file", ["linear_exl3", "moe_decode"])
+@pytest.mark.parametrize("file", PLAIN_FILES)
+def test_a_block_of_the_others_fits_on_a_gb10_and_nothing_is_spilled(file):
+    code = cubin(file, "sm_121")
+    check_fit(file, code)
+    assert spilled(code) == {}
+
+
+def spilled(code):
+    return {name: used.stack_bytes for name, used in resources(code).items() if used.stack_bytes}
+
+
+@pytest.mark.parametrize("file", ["linear_exl3", "moe_decode", "rotated_linear", "rotated_swiglu"])
 def test_two_blocks_of_sixteen_rows_fit_on_a_gb10(file):
     check_fit(file, cubin(file, "sm_121", TWO_BITS, 2))
 
@@ -121,7 +221,14 @@ def test_two_blocks_of_sixteen_rows_fit_on_a_gb10(file):
 TURN_OPCODES = {0x82E, 0x82D}
 TURN = "griddepcontrol"
 # PTX instructions in the sources, all known to sm_80.
-PLAIN = {"mma.sync.aligned.m16n8k16", "cp.async", "atom.add.acq_rel.gpu.global.s32"}
+PLAIN = {
+    "mma.sync.aligned.m16n8k16",
+    "ldmatrix.sync.aligned.m8n8.x4",
+    "cp.async",
+    "prefetch.global.L2",
+    "rcp.approx.ftz.f32",
+    "atom.add.acq_rel.gpu.global.s32",
+}
 
 
 def opcodes(code):
@@ -151,14 +258,29 @@ def test_instructions_written_by_hand_are_of_the_common_path():
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", TRELLIS)
 def test_all_macros_compile(file, arch):
     compiler_or_skip()
     sources = list(sources_of(file, arch))
-    assert len(sources) == 27 * 3 * {"linear_exl3": 2, "moe_decode": 4, "moe_prefill": 1}[file]
-    for source, path in zip(sources, build_all(sources, arch), strict=True):
+    assert len(sources) == 27 * TRELLIS[file]
+    check_all(file, sources, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("file", PLAIN_FILES)
+def test_all_plain_macros_compile(file, arch):
+    compiler_or_skip()
+    ahead_ones = plain_sources(file)
+    widest = in_float32(source_of(file, arch))
+    check_all(file, [*ahead_ones, *([widest] if widest not in ahead_ones else [])], arch)
+
+
+def check_all(file, sources, arch):
+    for of, path in zip(sources, build_all(sources, arch), strict=True):
         if arch == "sm_121":
-            check_fit(f"{file} {dict(source.macros)}", path.read_bytes())
+            check_fit(file, path.read_bytes(), dict(of.macros))
 
 
 def test_what_is_built_ahead_is_what_files_hold():
@@ -166,6 +288,33 @@ def test_what_is_built_ahead_is_what_files_hold():
     assert len(found) == len(ahead.sources("sm_121")) == 60 + 42 + 21
     rates = {s.macros["RATE"] for s in ahead.sources("sm_121")}
     assert rates == {2, 3, 4, 5, 6, 7, 8, 10, 12}
+
+
+def test_what_a_decode_step_launches_is_built_ahead_once():
+    built = [*ahead.sources("sm_121"), *ahead_step.sources("sm_121")]
+    assert len({(s.path.stem, *sorted(s.macros.items())) for s in built}) == len(built)
+    count = Counter(s.path.stem for s in ahead_step.sources("sm_121"))
+    assert set(count) == {*PLAIN_FILES, "rotated_linear", "rotated_swiglu", "moe_decode"}
+    assert [count[name] for name in ("rotated_linear", "rotated_swiglu", "moe_decode")] == [
+        60,
+        42,
+        42,
+    ]
+    assert [count[name] for name in ("mla_products", "mla_attend", "small_linear")] == [4, 4, 8]
+    # Macros are those of a launch: of the full model, in the types that a decode step has.
+    kv_b = torch.empty(64, 512, 512, dtype=torch.float16, device="meta")
+    latents = torch.empty(64, 512, dtype=torch.float8_e4m3fn, device="meta")
+    half = torch.bfloat16
+    wanted = {
+        "mla_products": mla_decode.product_macros(half, kv_b, 64 * 256),
+        "mla_attend": mla_decode.attend_macros(half, 64, latents),
+        "mla_open": mla_open.macros(half, torch.float8_e4m3fn, half),
+        "small_linear": small_linear.macros_of(half, torch.float32, 3),
+        "rotated_linear": rotated_linear.program_macros(4 * 4 + MUL1, 9, torch.float32),
+        "rotated_swiglu": rotated_linear.program_macros(4 * 4 + MUL1, 9),
+    }
+    for file, macros in wanted.items():
+        assert any(s.path.stem == file and dict(s.macros) == dict(macros) for s in built), file
 
 
 # -- the reader of cubins ------------------------------------------------------------------------
@@ -209,6 +358,8 @@ def test_two_blocks_are_counted_as_the_hardware_does():
     assert blocks_that_fit(Resources(129, 1024, 0), 0, counts_reserved=True) == 1
     assert blocks_that_fit(Resources(40, 1024, 0), 48 << 10, counts_reserved=True) == 2
     assert blocks_that_fit(Resources(40, 1024, 0), 50 << 10, counts_reserved=True) == 1
+    assert blocks_that_fit(Resources(64, 1024, 0), 0, True, threads=512) == 2
+    assert blocks_that_fit(Resources(65, 1024, 0), 0, True, threads=1024) == 0
 
 
 @pytest.mark.parametrize(

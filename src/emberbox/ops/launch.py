@@ -17,7 +17,7 @@ from emberbox.errors import EnvironmentProblem
 from emberbox.ops.build import Source, build
 
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.cuh")))
-THREADS = 256  # of every block
+THREADS = 256  # of a block, where its kernel says nothing else
 WARPS = THREADS // 32
 OVERLAP_CAPABILITY = (9, 0)
 DEFAULT_SHARED = 40 << 10  # bytes that a block of ours may ask for without more ado
@@ -44,8 +44,15 @@ class Program:
     macros: Macros
     device: torch.device
 
-    def launch(self, name: str, grid: int, args: tuple[object, ...], shared: int = 0) -> None:
-        """The kernel `name`, `grid` blocks of THREADS, on torch's current stream.
+    def launch(
+        self,
+        name: str,
+        grid: int,
+        args: tuple[object, ...],
+        shared: int = 0,
+        threads: int = THREADS,
+    ) -> None:
+        """The kernel `name`, `grid` blocks of `threads`, on torch's current stream.
 
         args: a Tensor is passed as its address, None as a null pointer, float and int as such.
         shared: bytes of dynamic shared memory of a block. From sm_90 on the kernel may start before
@@ -57,7 +64,7 @@ class Program:
         values, types = zip(*(_passed(arg) for arg in args), strict=True)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         with torch.cuda.device(self.device):
             config.hStream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
@@ -76,8 +83,10 @@ class Program:
             self._function(name, 0)
 
     def _function(self, name: str, shared: int) -> object:
-        wanted = shared if shared > DEFAULT_SHARED else 0
-        return _function(self.path, self.macros, name, self.device.index or 0, wanted)
+        index = self.device.index or 0
+        if shared > DEFAULT_SHARED:
+            _allow(self.path, self.macros, name, index, shared)
+        return _function(self.path, self.macros, name, index)
 
 
 def arch_of(device: torch.device) -> str:
@@ -94,20 +103,31 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _function(path: Path, macros: Macros, name: str, index: int, shared: int) -> object:
-    """shared: bytes beyond DEFAULT_SHARED have to be asked for; else 0."""
+def _function(path: Path, macros: Macros, name: str, index: int) -> object:
     from cuda.bindings import driver
 
-    handle = int(_module(path, macros, index).get_kernel(name).handle)
-    if shared:
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuKernelSetAttribute(attribute, shared, driver.CUkernel(handle), index)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise EnvironmentProblem(
-                f"{path.name}: {name} needs {shared} bytes of shared memory for a block, which the "
-                f"device refuses ({status.name})"
-            )
-    return driver.CUfunction(handle)
+    return driver.CUfunction(int(_module(path, macros, index).get_kernel(name).handle))
+
+
+_allowed: dict[tuple[Path, Macros, str, int], int] = {}  # bytes that blocks may ask for
+
+
+def _allow(path: Path, macros: Macros, name: str, index: int, shared: int) -> None:
+    """Let blocks of a kernel ask for so many bytes; never fewer than before. EnvironmentProblem."""
+    from cuda.bindings import driver
+
+    key = path, macros, name, index
+    if _allowed.get(key, 0) >= shared:
+        return
+    kernel = driver.CUkernel(int(_module(path, macros, index).get_kernel(name).handle))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(attribute, shared, kernel, index)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise EnvironmentProblem(
+            f"{path.name}: {name} needs {shared} bytes of shared memory for a block, which the "
+            f"device refuses ({status.name})"
+        )
+    _allowed[key] = shared
 
 
 @cache

@@ -20,11 +20,15 @@ def rotate(x: Tensor, suh: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     turned = exl3.rotate(x.to(wide) * suh.to(wide))
     clamped = turned.clamp(-HALF_MAX, HALF_MAX).half()
-    return clamped.unflatten(-1, (-1, TILE))[..., list(ORDER)].flatten(-2)
+    return _in_tiles(clamped, list(ORDER))
 
 
 def unrotate(rotated: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """What `rotate` was given, times suh: the swizzle and the transform taken back."""
     places = torch.tensor(ORDER, device=rotated.device).argsort()
-    straight = rotated.unflatten(-1, (-1, TILE))[..., places].flatten(-2)
-    return exl3.rotate(straight.to(dtype))
+    return exl3.rotate(_in_tiles(rotated, places).to(dtype))
+
+
+def _in_tiles(x: Tensor, order: Tensor | list[int]) -> Tensor:
+    """The numbers of every tile in another order."""
+    return x.reshape(*x.shape[:-1], -1, TILE)[..., order].flatten(-2)

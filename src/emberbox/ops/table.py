@@ -14,13 +14,19 @@ from torch import Tensor
 from emberbox.formats.base import QuantTensor
 from emberbox.ops import (
     conv_step,
+    greedy_rows,
+    hyper_close,
     hyper_mix,
+    hyper_open,
     hyper_update,
+    index_choose,
     index_pool,
     index_scores,
     index_select,
+    kda_apply,
     kda_chunk,
     kda_commit,
+    kda_decode,
     kda_inputs,
     kda_step,
     kda_verify,
@@ -28,11 +34,19 @@ from emberbox.ops import (
     linear_exl3,
     linear_quant,
     mla_attention,
+    mla_decode,
+    mla_open,
     moe_experts,
+    moe_routed,
     rms_norm,
+    rotated_linear,
+    rotated_swiglu,
     route_topk,
+    sample_rows,
     short_conv,
+    small_linear,
     swiglu,
+    swiglu_open,
     vision_attention,
 )
 from emberbox.ops.contract import Bound, Op
@@ -61,6 +75,21 @@ OPS: Mapping[str, Op[..., Any]] = {
         route_topk.OP,
         moe_experts.OP,
         vision_attention.OP,
+        # Of a decode step (model/decode_step.py): what lies between two products, in one.
+        hyper_open.OP,
+        hyper_close.OP,
+        rotated_linear.OP,
+        rotated_swiglu.OP,
+        small_linear.OP,
+        swiglu_open.OP,
+        kda_decode.OP,
+        kda_apply.OP,
+        mla_open.OP,
+        index_choose.OP,
+        mla_decode.OP,
+        moe_routed.OP,
+        greedy_rows.OP,
+        sample_rows.OP,
     )
 }
 
@@ -97,6 +126,20 @@ class OpTable:
     route_topk: Callable[..., tuple[Tensor, Tensor]]
     moe_experts: Callable[..., Tensor]
     vision_attention: Callable[..., Tensor]
+    hyper_open: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    hyper_close: Callable[..., tuple[Tensor, Tensor]]
+    rotated_linear: Callable[..., Tensor]
+    rotated_swiglu: Callable[..., Tensor]
+    small_linear: Callable[..., Tensor]
+    swiglu_open: Callable[..., Tensor]
+    kda_decode: Callable[..., Tensor]
+    kda_apply: Callable[..., None]
+    mla_open: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    index_choose: Callable[..., tuple[Tensor, Tensor]]
+    mla_decode: Callable[..., Tensor]
+    moe_routed: Callable[..., Tensor]
+    greedy_rows: Callable[..., tuple[Tensor, Tensor]]
+    sample_rows: Callable[..., Tensor]
     names: Mapping[str, str]
     readies: Mapping[str, Callable[[Any], Any]]
 
@@ -121,9 +164,9 @@ class OpTable:
         made: QuantTensor = self.readies.get(_linear_op(weight.format.name), _as_it_is)(weight)
         return made
 
-    def ready_experts(self, experts: T) -> T:
-        """The projections of `moe_experts`, likewise."""
-        made: T = self.readies.get("moe_experts", _as_it_is)(experts)
+    def ready_for(self, op: str, value: T) -> T:
+        """What the op called so reads of weights (projections, a bank), likewise."""
+        made: T = self.readies.get(op, _as_it_is)(value)
         return made
 
     def describe(self) -> list[tuple[str, str]]:

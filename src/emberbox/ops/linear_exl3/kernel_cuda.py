@@ -62,6 +62,16 @@ def gemm_step(arch: str) -> int:
     return 4 if arch in WIDE_ARCHS else 2
 
 
+def num_blocks(input_groups: int, output_groups: int, device: torch.device) -> int:
+    """Of `multiply_units`, as many as run at once; somewhat fewer, if then each has one piece of
+    one output group."""
+    most = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(device)
+    whole = output_groups * max(1, min(most // output_groups, input_groups))
+    if whole <= most and 10 * whole >= 9 * most:
+        return whole
+    return min(most, output_groups * input_groups)
+
+
 def _few(x: Tensor, weight: QuantTensor, bias: Tensor | None, y: Tensor) -> None:
     words, suh, svh = (weight.parts[name] for name in ("words", "suh", "svh"))
     num_rows, inputs, outputs = len(x), len(suh), len(svh)
@@ -72,22 +82,13 @@ def _few(x: Tensor, weight: QuantTensor, bias: Tensor | None, y: Tensor) -> None
         "rotate", -(-tasks // WARPS), (x, suh, rotated, num_rows, weight.shape[1], inputs)
     )
     output_groups = outputs // exl3.BLOCK
-    blocks = _num_blocks(inputs // exl3.BLOCK, output_groups, x.device)
+    blocks = num_blocks(inputs // exl3.BLOCK, output_groups, x.device)
     partial = scratch("partial", 2 * blocks * num_rows * exl3.BLOCK, torch.float32, x.device)
     arrived = counters(output_groups * num_rows, x.device)
     sizes = (num_rows, inputs, outputs, weight.shape[0])
     program.launch(
         "multiply_rows", blocks, (words, rotated, svh, bias, y, partial, arrived, *sizes)
     )
-
-
-def _num_blocks(input_groups: int, output_groups: int, device: torch.device) -> int:
-    """As many as run at once; somewhat fewer, if then each has one piece of one output group."""
-    most = BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(device)
-    whole = output_groups * max(1, min(most // output_groups, input_groups))
-    if whole <= most and 10 * whole >= 9 * most:
-        return whole
-    return min(most, output_groups * input_groups)
 
 
 def _many(x: Tensor, weight: QuantTensor, bias: Tensor | None, y: Tensor) -> None:

@@ -15,7 +15,7 @@ from emberbox.ops.inputs import Random
 from emberbox.ops.linear_exl3 import random_weight
 from emberbox.ops.moe_experts.reference import moe_experts
 
-PREFILL_TOKENS = 4096  # that a kernel takes at once: 1.3 GB of working memory, released shapes
+PREFILL_TOKENS = 2048  # that a kernel takes at once: 0.7 GB of working memory, released shapes
 TOP_K = 2
 INNER = 256  # width of quantised experts
 # Words of a tile and codebook of each projection in turn, where experts are quantised.

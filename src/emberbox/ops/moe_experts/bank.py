@@ -41,10 +41,29 @@ class ExpertBank(tuple[tuple[QuantTensor, ...], ...]):
         return tuple(sorted(entry)), tuple(sorted(down))
 
 
+class PlainBank(tuple[tuple[Tensor, ...], ...]):
+    """Plain experts (gate, up, down) of one shape and type, as views of three tensors."""
+
+    stacked: tuple[Tensor, Tensor, Tensor]  # [E, W, H], [E, W, H], [E, H, W]
+
+    @classmethod
+    def of(cls, projections: tuple[tuple[Tensor, ...], ...]) -> "PlainBank":
+        """Copies them together, one projection after another."""
+        gate, up, down = (torch.stack(each) for each in zip(*projections, strict=True))
+        bank = cls(zip(gate, up, down, strict=True))
+        bank.stacked = gate, up, down
+        return bank
+
+
 def bank_of(projections: Projections) -> Projections:
-    """An ExpertBank of EXL3 experts, of one shape, in whole Hadamard blocks; others as they are."""
-    if isinstance(projections, ExpertBank):
+    """An ExpertBank of EXL3 experts, of one shape, in whole Hadamard blocks; a PlainBank of plain
+    ones of one shape; others as they are."""
+    if isinstance(projections, ExpertBank | PlainBank):
         return projections
+    plain = tuple(tuple(w for w in expert if isinstance(w, Tensor)) for expert in projections)
+    is_plain = list(map(len, plain)) == list(map(len, projections))
+    if is_plain and len({tuple(weight.shape for weight in expert) for expert in plain}) == 1:
+        return PlainBank.of(plain)
     experts = []
     for expert in projections:
         matrices = tuple(prepared(w) for w in expert if _is_exl3(w))

@@ -68,10 +68,11 @@ class _Pieces:
         )
 
 
-def decode(x: Tensor, bank: ExpertBank, limit: float, routing: Chosen | Logits) -> Tensor:
-    """x [T, H] -> [T, H] in x's dtype. Raises OpError for more tokens or slots than it takes.
-
-    Experts of a token are distinct and of the bank: that is not looked at.
+def decode(
+    x: Tensor, bank: ExpertBank, limit: float, routing: Chosen | Logits, out: Tensor | None = None
+) -> Tensor:
+    """x [T, H] -> [T, H] in x's dtype, in `out` if there is one. Raises OpError for more tokens or
+    slots than it takes. Experts of a token are distinct and of the bank: that is not looked at.
     """
     require(
         len(x) <= MAX_TOKENS and len(x) * routing.top <= MAX_SLOTS,
@@ -81,7 +82,7 @@ def decode(x: Tensor, bank: ExpertBank, limit: float, routing: Chosen | Logits) 
         MAX_TOKENS,
         MAX_SLOTS,
     )
-    y = torch.empty_like(x)
+    y = torch.empty_like(x) if out is None else out
     if not len(x):
         return y
     hidden, width = bank.widths

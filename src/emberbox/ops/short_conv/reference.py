@@ -1,5 +1,7 @@
 """Causal depthwise convolution followed by SiLU, in plain torch."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -10,5 +12,5 @@ def short_conv(x: Tensor, weight: Tensor, history: Tensor) -> Tensor:
     T, width = x.shape[0], weight.shape[1]
     padded = torch.cat([history.to(x.dtype), x]).to(wide)
     # The last tap multiplies the current token.
-    taps = [padded[i : i + T] * weight[:, i].to(wide) for i in range(width)]
-    return silu(torch.stack(taps).sum(0)).to(x.dtype)
+    taps = (padded[i : i + T] * weight[:, i].to(wide) for i in range(width))
+    return silu(reduce(torch.add, taps)).to(x.dtype)
