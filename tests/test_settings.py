@@ -27,6 +27,7 @@ from emberbox.settings import (
         (EngineSettings, {"device": "cuda:x"}),
         (EngineSettings, {"device": "cuda:"}),
         (EngineSettings, {"dtype": "float16"}),
+        (EngineSettings, {"cache_dtype": "bfloat16"}),
         (EngineSettings, {"num_threads": -1}),
         (EngineSettings, {"max_model_len": 0}),
         (EngineSettings, {"max_model_len": 64.0}),

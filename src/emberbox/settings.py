@@ -15,6 +15,7 @@ from emberbox.errors import SettingsError
 
 PREFIX = "EMBERBOX_"
 DTYPES = ("auto", "bfloat16", "float32")
+CACHE_DTYPES = ("auto", "fp8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_PORT = 65535
 MAX_TOKENS = 2**40
@@ -35,6 +36,7 @@ class Variable:
 VARIABLES: tuple[Variable, ...] = (
     Variable("EMBERBOX_DEVICE", "device", str, "auto, cpu, cuda or cuda:N"),
     Variable("EMBERBOX_DTYPE", "dtype", str, "auto, bfloat16 or float32"),
+    Variable("EMBERBOX_CACHE_DTYPE", "cache_dtype", str, "auto or fp8"),
     Variable("EMBERBOX_THREADS", "num_threads", int, "CPU threads; 0 chooses by the model's size"),
     Variable("EMBERBOX_HOST", "host", str, "address the server listens on"),
     Variable("EMBERBOX_PORT", "port", int, "port of the server; 0 takes a free one"),
@@ -51,6 +53,7 @@ class EngineSettings:
 
     `max_model_len`: prompt and reply of one request, in tokens. `max_running`: requests that are
     computed at once. `cache_tokens`: tokens the cache holds, of all requests together.
+    `cache_dtype`: auto keeps latents in the activations' type; fp8 in about half of 16 bits.
     `snapshot_bytes`: memory for points that later prompts can go on from; 0 keeps none.
     `prefill_tokens`: prompt tokens of one step, of all requests together. `verify_weights`: compare
     what is loaded with the folder's digests, if it has them.
@@ -58,6 +61,7 @@ class EngineSettings:
 
     device: str = "auto"
     dtype: str = "auto"
+    cache_dtype: str = "auto"
     num_threads: int = 0
     max_model_len: int | None = None
     max_running: int = 8
@@ -75,6 +79,7 @@ class EngineSettings:
                 hint="expected auto, cpu, cuda or cuda:N, for instance cuda:0",
             )
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("cache_dtype", self.cache_dtype, CACHE_DTYPES)
         _in_range("num_threads", self.num_threads, 0, 4096)
         _whole_or_none("max_model_len", self.max_model_len, 1, MAX_TOKENS)
         _whole("max_running", self.max_running, 1, 1024)

@@ -17,12 +17,13 @@ def parsed(*words: str) -> EngineSettings:
 
 def test_each_engine_flag_fills_its_setting():
     words = (
-        "--device cpu --dtype float32 --threads 2 --max-model-len 4096 --max-running 3 "
-        "--cache-tokens 8192 --snapshot-bytes 0 --prefill-tokens 128 --no-verify"
+        "--device cpu --dtype float32 --cache-dtype fp8 --threads 2 --max-model-len 4096 "
+        "--max-running 3 --cache-tokens 8192 --snapshot-bytes 0 --prefill-tokens 128 --no-verify"
     )
     assert parsed(*words.split()) == EngineSettings(
         device="cpu",
         dtype="float32",
+        cache_dtype="fp8",
         num_threads=2,
         max_model_len=4096,
         max_running=3,

@@ -17,6 +17,7 @@ from random import Random
 import torch
 
 from emberbox.engine.core import Engine
+from emberbox.engine.llm import LLM
 from emberbox.engine.plan import Limits
 from emberbox.engine.request import EngineStats, FinishReason
 from emberbox.model.config import PAGE_TOKENS
@@ -249,9 +250,11 @@ class Schedule:
         )
 
 
-def run_schedules(first: int, num: int, *, progress: bool = False) -> Counter[str]:
+def run_schedules(
+    first: int, num: int, *, llm: LLM | None = None, progress: bool = False
+) -> Counter[str]:
     """Counters of all of them together. Raises Difference at the first one that differs."""
-    colds, total, start = ColdRuns(nano_llm()), Counter(), time.monotonic()
+    colds, total, start = ColdRuns(llm or nano_llm()), Counter(), time.monotonic()
     for seed in range(first, first + num):
         total.update(Schedule(seed, colds).run())
         if progress and (seed - first + 1) % 20 == 0:

@@ -9,6 +9,7 @@ from itertools import combinations
 
 import pytest
 
+from emberbox.engine.runner import ModelRunner
 from tests.engine.cold_runs import ColdRuns
 from tests.engine.engine_schedules import SCHEDULES_PER_WORLD, Difference, Schedule, run_schedules
 from tests.engine.engine_world import World
@@ -33,6 +34,8 @@ AT_LEAST = {
     "aborted while waiting": 7,
     "aborted after preemption": 3,
 }
+FIXED_SCHEDULES = 12
+AT_LEAST_FIXED = {"finished": 40, "preemptions": 8, "accepted drafts": 25, "rejected drafts": 100}
 
 
 @pytest.mark.timeout(900)  # a minute on a core of its own
@@ -45,6 +48,21 @@ def test_replies_equal_those_of_the_request_alone(world):
     assert counters["schedules"] == SCHEDULES_PER_WORLD
     ended = ("finished", "aborted while running", "aborted while waiting")
     assert counters["submitted"] == sum(counters[name] for name in ended)
+
+
+@pytest.mark.timeout(600)
+def test_replies_are_the_same_by_steps_of_fixed_shape(monkeypatch):
+    """The steps that a GPU captures, called one after another on the CPU."""
+    made = ModelRunner.__init__
+
+    def with_shapes(runner, network, memory):
+        made(runner, network, memory, fixed_shapes=True)
+
+    monkeypatch.setattr(ModelRunner, "__init__", with_shapes)
+    counters = run_schedules(0, FIXED_SCHEDULES)
+    assert counters["near-ties"] == 0
+    few = {name: counters[name] for name, least in AT_LEAST_FIXED.items() if counters[name] < least}
+    assert not few, f"schedules that do little: {few}, wanted {AT_LEAST_FIXED}"
 
 
 def test_a_wrong_token_is_a_difference_that_names_its_seed(monkeypatch):

@@ -12,7 +12,7 @@ from emberbox.engine.memory_plan import CacheBytes, plan_memory
 from emberbox.engine.workspace import Workspace, vision_bytes
 from emberbox.errors import EnvironmentProblem, MemoryRefused, SettingsError
 from emberbox.model.batch import Batch, SequenceRows
-from emberbox.model.cache import Cache, CacheSize
+from emberbox.model.cache import FP8, Cache, CacheSize
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.snapshots import SnapshotStore
 from emberbox.ops.table import OpTable
@@ -21,6 +21,7 @@ from tests.helpers.nano import NANO, nano_cache, nano_network
 from tests.helpers.released import released_config
 
 GIB = 1024**3
+TIGHT = 300 * 10**6
 FULL = Glm5NextConfig.from_dict(released_config())
 SMALL = Glm5NextConfig.from_dict(json.loads((NANO / "config.json").read_text("utf-8")))
 NANO_WEIGHTS = 44 * 10**6
@@ -33,6 +34,7 @@ def nano_plan(available: int = 8 * GIB, **settings):
         available_bytes=available,
         dtype=torch.float32,
         settings=EngineSettings(**settings),
+        max_image_tokens=500,
     )
 
 
@@ -53,17 +55,18 @@ def size_of(plan, name: str) -> int:
 
 @pytest.mark.parametrize("config", [SMALL, FULL], ids=["nano", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_cache_and_snapshots_take_what_the_plan_says(config, dtype):
+@pytest.mark.parametrize("latent_dtype", [None, FP8], ids=str)
+def test_cache_and_snapshots_take_what_the_plan_says(config, dtype, latent_dtype):
     sparse = sum(config.text.layer_is_sparse)
     cache = Cache(
         config.text,
         CacheSize(num_pages=7, num_slots=3),
         OpTable.reference(),
         layers=(config.text.num_hidden_layers - sparse, sparse),
-        dtype=dtype,
-        device=torch.device("meta"),
+        like=torch.empty(0, dtype=dtype, device="meta"),
+        latent_dtype=latent_dtype,
     )
-    sizes = CacheBytes.of(config.text, dtype.itemsize)
+    sizes = CacheBytes.of(config.text, dtype.itemsize, latent_dtype)
     assert cache.num_bytes == 7 * sizes.page + 3 * sizes.slot
     assert SnapshotStore(cache, 5).num_bytes == 5 * sizes.snapshot
 
@@ -79,8 +82,32 @@ def test_what_is_allocated_with_a_plan_takes_what_its_lines_say():
 def test_sizes_of_the_released_model():
     sizes = CacheBytes.of(FULL.text, 2)
     assert sizes.page == 64 * 11_968  # bytes per token: 11 layers x (512 + 128 / 4) x 2
-    assert sizes.slot == 147_653_632
-    assert sizes.snapshot == 148_419_584  # 148 MB, 13 of them in 2 GB
+    assert sizes.slot == 147_800_064
+    assert sizes.snapshot == 148_566_016  # 148 MB, 13 of them in 2 GB
+    small = CacheBytes.of(FULL.text, 2, FP8)
+    assert small.page == 64 * 6_512  # 11 layers x (512 + 4 x 4 of scales + 128 / 4 x 2)
+    assert small.slot == sizes.slot
+    assert CacheBytes.of(FULL.text, 2, torch.float16) == sizes
+
+
+def test_an_fp8_cache_has_pages_of_its_size_and_is_allocated_so():
+    plan = nano_plan(GIB, cache_dtype="fp8", max_model_len=640)
+    assert plan.latent_dtype is FP8
+    assert nano_plan().latent_dtype is None
+    size = CacheSize(plan.num_pages, plan.num_slots)
+    cache = nano_network().new_cache(size, plan.latent_dtype)
+    assert cache.num_bytes == size_of(plan, "cache pages") + size_of(plan, "state slots")
+    store = SnapshotStore(cache, plan.num_snapshots)
+    assert store.num_bytes == size_of(plan, "snapshots") > 0
+
+
+def test_fp8_needs_latents_of_whole_blocks():
+    narrow = replace(SMALL, text=replace(SMALL.text, kv_lora_rank=192))
+    sizes = {"weight_bytes": NANO_WEIGHTS, "available_bytes": 8 * GIB, "dtype": torch.float32}
+    with pytest.raises(SettingsError, match=r"cache_dtype: fp8 .* 128 .* 192") as caught:
+        plan_memory(narrow, settings=EngineSettings(cache_dtype="fp8"), **sizes)
+    assert "auto" in caught.value.hint
+    plan_memory(narrow, settings=EngineSettings(), **sizes)
 
 
 def test_a_machine_with_room_gets_the_whole_context():
@@ -122,41 +149,41 @@ def test_the_cache_holds_no_more_than_the_requests_could_use():
 
 
 def test_without_room_the_context_is_the_largest_multiple_of_64_that_fits():
-    plan = nano_plan(GIB)
+    plan = nano_plan(TIGHT)
     assert plan.max_model_len % 64 == 0
     assert 64 <= plan.max_model_len < 16384
-    assert plan.total <= GIB
+    assert plan.total <= TIGHT
     assert "the model holds 16,384" in plan.table()
     snapshots = size_of(plan, "snapshots")
-    nano_plan(GIB, max_model_len=plan.max_model_len, snapshot_bytes=snapshots)
+    nano_plan(TIGHT, max_model_len=plan.max_model_len, snapshot_bytes=snapshots)
     with pytest.raises(MemoryRefused):
-        nano_plan(GIB, max_model_len=plan.max_model_len + 64, snapshot_bytes=snapshots)
+        nano_plan(TIGHT, max_model_len=plan.max_model_len + 64, snapshot_bytes=snapshots)
     assert nano_plan(cache_tokens=6400).max_model_len == 6400
 
 
 def test_a_context_that_is_given_costs_snapshots_before_it_is_refused():
-    most = nano_plan(GIB, snapshot_bytes=0).max_model_len
-    tight = nano_plan(GIB, max_model_len=most)
+    most = nano_plan(TIGHT, snapshot_bytes=0).max_model_len
+    tight = nano_plan(TIGHT, max_model_len=most)
     assert tight.max_model_len == most
-    assert tight.num_snapshots < nano_plan(GIB).num_snapshots == 64
+    assert tight.num_snapshots < nano_plan(TIGHT).num_snapshots
     assert tight.num_pages == -(-most // 64)
 
 
 def test_the_full_model_on_a_box_of_120_gb():
     plan = full_plan(max_model_len=131072)
     assert (plan.num_snapshots, plan.num_slots) == (13, 8)
-    assert size_of(plan, "snapshots") == 13 * 148_419_584
-    assert size_of(plan, "state slots") == 8 * 147_653_632
+    assert size_of(plan, "snapshots") == 13 * 148_566_016
+    assert size_of(plan, "state slots") == 8 * 147_800_064
     assert size_of(plan, "cache pages") == plan.num_pages * 64 * 11_968
     assert plan.num_pages * 64 == 4 * 131072
     assert full_plan().max_model_len < 1048576
 
 
 def test_snapshots_take_a_quarter_of_what_is_left_on_a_tight_machine():
-    plan = full_plan(100 * 10**9, max_model_len=4096)
-    fixed = ("weights", "state slots", "vision", "reserve")
-    left = 100 * 10**9 - sum(size_of(plan, name) for name in fixed)
-    assert plan.num_snapshots == left // 4 // 148_419_584 == 8
+    plan = full_plan(97_500_000_000, max_model_len=4096)
+    fixed = ("weights", "state slots", "reserve")
+    left = 97_500_000_000 - sum(size_of(plan, name) for name in fixed)
+    assert plan.num_snapshots == left // 4 // 148_566_016 == 8
 
 
 def test_a_refusal_names_every_number_and_what_to_lower():
@@ -167,7 +194,7 @@ def test_a_refusal_names_every_number_and_what_to_lower():
         "120,000,000,000",
         "90,000,000,000",
         "1,048,576 tokens of 11,968",
-        "8 of 147,653,",
+        "8 of 147,800,064",
     ):
         assert text in caught.value.message
     for name in ("weights", "cache pages", "state slots", "snapshots", "workspace", "vision"):
@@ -195,7 +222,7 @@ def test_the_advice_is_the_largest_value_that_fits(settings, name):
     value = int(advised[name])
     full_plan(**(settings | {name: value}))
     with pytest.raises(MemoryRefused):
-        step = 64 if name != "snapshot_bytes" else 148_419_584
+        step = 64 if name != "snapshot_bytes" else 148_566_016
         full_plan(**(settings | {name: value + (1 if name == "max_running" else step)}))
 
 
@@ -211,7 +238,7 @@ def test_when_no_setting_is_enough_the_advice_says_so():
 
 
 def test_when_only_all_settings_together_are_enough_the_advice_is_that():
-    wide = {"max_model_len": 1048576, "max_running": 160, "prefill_tokens": 4096}
+    wide = {"max_model_len": 1048576, "max_running": 195, "prefill_tokens": 4096}
     with pytest.raises(MemoryRefused, match="no setting is enough alone") as caught:
         full_plan(**wide)
     length = int(caught.value.hint.split("max_model_len ")[1].split(",")[0])
@@ -268,18 +295,19 @@ def peak_bytes(work) -> int:
     return most
 
 
-@pytest.mark.parametrize("length", [640, 4096])
+@pytest.mark.parametrize(("length", "prefill"), [(640, 512), (4096, 512), (4096, 2304)])
 @torch.inference_mode()
-def test_the_largest_step_takes_at_most_what_the_workspace_line_says(length):
+def test_the_largest_step_takes_at_most_what_the_workspace_line_says(length, prefill):
     network, num_pages = nano_network(), length // 64
     cache = nano_cache(num_pages=num_pages + 8, num_slots=9)
     for tensor in (cache.latents, cache.pooled, cache.state, cache.ring_keys, cache.ring_gates):
         tensor.normal_()
-    rows = [SequenceRows([300] * 512, length - 512, 0, tuple(range(num_pages)))]
+    rows = [SequenceRows([300] * prefill, length - prefill, 0, tuple(range(num_pages)))]
     rows += [SequenceRows([301] * 8, 0, i + 1, (num_pages + i,), 7) for i in range(8)]
     batch = Batch.of(rows, torch.device("cpu"))
-    measured = peak_bytes(lambda: network.logits(network.forward(batch, cache)))
-    estimate = Workspace.of(SMALL.text, 4, EngineSettings(), length).num_bytes
+    measured = peak_bytes(lambda: network.logits(network.forward(batch, cache)[-65:]))
+    settings = EngineSettings(prefill_tokens=prefill)
+    estimate = Workspace.of(SMALL.text, 4, settings, length).num_bytes
     assert measured <= estimate <= 3 * measured
 
 

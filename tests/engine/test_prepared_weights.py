@@ -89,7 +89,7 @@ def test_the_plan_says_that_weights_are_prepared_and_counts_what_kernels_keep(mo
     kept = rows * 512 * 2 + sorted_rows * (4 * 128 + 2 * 128)
     kept += max(8 * sorted_rows * 128, 4 * slots * 128)
     assert lines[1].num_bytes - lines[0].num_bytes == kept
-    assert lines[1].note == lines[0].note + ", EXL3 kernels"
+    assert lines[1].note == lines[0].note + f", and {kept:,} that kernels keep"
     assert isinstance(loaded.network.layers[1].mlp.experts, ExpertBank)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from emberbox.engine.request import SamplingParams
 from emberbox.engine.sampler import Sampler, draw, uniform_of
+from tests.helpers.gpu import gpu_or_skip
 
 LOGITS = torch.tensor([-1.0, 2.0, 0.5, -30.0, 1.0, 0.0, 1.5, -0.5])
 NUM_DRAWS = 4000
@@ -261,3 +262,43 @@ def test_a_copy_counts_for_itself():
         sampler.sample(LOGITS, 1)
     assert twin.scores(LOGITS).tolist() == before
     assert (twin.num_tokens, sampler.num_tokens) == (1, 6)
+
+
+def test_the_plain_form_is_what_a_sampler_draws_with():
+    params = SamplingParams(
+        temperature=0.9, top_p=0.9, seed=5, presence_penalty=0.1, repetition_penalty=1.1
+    )
+    sampler, generator = Sampler(params, range(40)), torch.Generator().manual_seed(1)
+    for i in range(60):
+        logits = 2 * torch.randn(500, generator=generator)
+        expected = draw(sampler.scores(logits), params, uniform_of(5, i))
+        assert sampler.sample(logits, 0)[0] == expected
+
+
+EVERY_CHANGE = {
+    "logit_bias": ((3, 5.0), (154_000, 40.0), (0, -100.0)),
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.3,
+    "min_tokens": 12,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, EVERY_CHANGE], ids=["plain", "changed"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01}],
+    ids=str,
+)
+def test_a_gpu_draws_what_a_cpu_draws(changes, options):
+    device = gpu_or_skip()
+    params = SamplingParams(seed=11, **options, **changes)
+    here, there = (Sampler(params, range(1000), (7, 154_000)) for _ in range(2))
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(25):
+        logits = 3 * torch.randn(154_880, generator=generator)
+        logits[:20] += 6
+        greedy = int(logits.argmax())
+        expected = here.sample(logits, greedy)
+        assert there.sample(logits.to(device), greedy) == expected

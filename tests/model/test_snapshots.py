@@ -148,8 +148,8 @@ def test_the_store_says_how_much_it_took_and_takes_no_more():
     cache = nano_cache(num_pages=4, num_slots=2)
     store = SnapshotStore(cache, 5)
     # 6 KDA layers: state 2 x 128 x 128, 3 convolution inputs of 3 x 256. 2 sparse layers: a page of
-    # 64 latents and 16 pooled keys of 128, a ring of 3 keys and 3 gates of 128. All float32.
-    kda, sparse = 6 * (2 * 128 * 128 + 3 * 768), 2 * (64 * 128 + 16 * 128 + 2 * 3 * 128)
+    # 64 latents and 16 pooled keys of 128, a ring of 16 keys and gates of 128. All float32.
+    kda, sparse = 6 * (2 * 128 * 128 + 3 * 768), 2 * (64 * 128 + 16 * 128 + 2 * 16 * 128)
     assert store.num_bytes == 5 * 4 * (kda + sparse)
     store.save(4, 1, 3)
     assert store.num_bytes == 5 * 4 * (kda + sparse)

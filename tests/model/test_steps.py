@@ -20,13 +20,13 @@ def test_neighbouring_steps_are_one_part_and_nothing_else_is():
         Span(5, 6, 0, 2, (6,)),  # starts a sequence
         Span(6, 7, 8, 4, (3,)),
     )
-    first, *middle, last = in_parts(spans, 4, CPU)
+    first, *middle, last = in_parts(spans, 4, 16, CPU)
     assert middle == [spans[2], spans[3]]
     assert (first.start, first.stop, first.last_position) == (0, 2, 67)
     assert first.slots.tolist() == [3, 0]
     assert first.rows.tolist() == [7 * 64 + 5, 2 * 64 + 3]
     assert first.table.tolist() == [[7, 7], [4, 2]]
-    assert first.open_pools.rows.tolist() == [3 * 3 + 1]
+    assert first.open_pools.rows.tolist() == [3 * 16 + 5]
     assert first.full_pools.members.tolist() == [1]
     assert first.full_pools.rows.tolist() == [2 * 16]
     assert isinstance(last, Steps)

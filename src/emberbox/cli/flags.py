@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from emberbox.settings import (
+    CACHE_DTYPES,
     DTYPES,
     LOG_LEVELS,
     EngineSettings,
@@ -29,9 +30,15 @@ ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """--device, --dtype, --threads, --log-level, --no-verify, and those of memory and batching."""
+    """--device, --dtype, --cache-dtype, --threads, --log-level, --no-verify, and those of memory
+    and batching."""
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the activations (default: auto)")
+    parser.add_argument(
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="of the cached latents: that of the activations, or 8 bits (default: auto)",
+    )
     parser.add_argument(
         "--threads",
         dest="num_threads",

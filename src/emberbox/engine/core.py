@@ -232,6 +232,9 @@ class Engine:
     def _propose(self, request_id: int, most: int) -> Sequence[int]:
         if self.drafter is None:
             return ()
+        most = min(most, self.runner.max_drafts(self.scheduler.num_running))
+        if most < 1:
+            return ()
         return self.drafter.propose(request_id, self._replies[request_id].generated, most)
 
     def _note_admissions(self, plan: Plan) -> None:

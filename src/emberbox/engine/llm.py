@@ -251,7 +251,9 @@ class LLM:
         self.engine.check_prompt(prompt)
         pictures = PromptPictures(prompt.token_ids, prompt.images, self.config.image_token_id)
         features = pictures.rows(self.engine.runner.encode, 0, len(prompt.token_ids))
-        return hidden_states(self.network, prompt.token_ids, features, chunk=chunk)
+        kept = self.memory.latent_dtype
+        ids = prompt.token_ids
+        return hidden_states(self.network, ids, features, chunk=chunk, latent_dtype=kept)
 
     @cached_property
     def _token_text(self) -> Callable[[int], tuple[str, bytes]]:

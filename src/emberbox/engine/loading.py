@@ -8,19 +8,29 @@ import torch
 
 from emberbox.chat.media_settings import PREPROCESSOR_FILE, MediaSettings
 from emberbox.device import Device
+from emberbox.engine.decode_memory import can_step
 from emberbox.engine.decode_once import decode_once, prepare_once
 from emberbox.engine.memory_plan import MemoryPlan, plan_memory
 from emberbox.errors import MemoryRefused
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.network import Network
+from emberbox.model.parameters import Part
 from emberbox.model.weights import Assignment, assign, load_parameters
-from emberbox.ops.table import bind_all
+from emberbox.ops.table import OpTable, bind_all
 from emberbox.settings import EngineSettings
 from emberbox.store.checkpoint import open_checkpoint
 
 # At ember-nano's width a second thread gains nothing (decode 57 tokens/s with one, 55 with two; two
 # idle Xeon cores, 2026-11-30), and on busy cores the threads wait for each other.
 ONE_THREAD_MAX_HIDDEN = 512
+# Products that a decode step of fixed shape takes as plain tensors.
+SMALL_WEIGHTS = tuple(
+    f"self_attn.{name}.weight"
+    for name in (
+        *("f_a_proj", "g_a_proj", "b_proj", "f_b_proj", "g_b_proj"),
+        *("indexer.wk", "indexer.weights_proj"),
+    )
+)
 
 
 class LoadListener(Protocol):
@@ -59,7 +69,10 @@ def load(folder: Path, settings: EngineSettings, listener: LoadListener | None =
         torch.set_num_threads(1)
     ops = bind_all(device, found.capability or (0, 0))
     kept = frozenset(filter(ops.reads, assignment.quantised_formats))
-    planner = _Planner(config, assignment, found.free_memory_bytes(), dtype, settings, folder, kept)
+    graphs = has_graphs(device, ops, config, assignment, kept)
+    planner = _Planner(
+        config, assignment, found.free_memory_bytes(), dtype, settings, folder, kept, graphs
+    )
     memory, is_decoded = planner.plan()
     if listener is not None:
         listener.planned(memory, assignment.num_bytes)
@@ -67,7 +80,32 @@ def load(folder: Path, settings: EngineSettings, listener: LoadListener | None =
     params = load_parameters(checkpoint, assignment, device=device, dtype=dtype, on_bytes=on_bytes)
     if is_decoded:
         params = decode_once(params, dtype, assignment.where, kept=kept)
-    return Loaded(Network(config, prepare_once(params, ops), ops), memory)
+    network = Network(config, prepare_once(params, ops), ops)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was needed to prepare weights
+    return Loaded(network, memory)
+
+
+def has_graphs(
+    device: torch.device,
+    ops: OpTable,
+    config: Glm5NextConfig,
+    assignment: Assignment,
+    kept: frozenset[str],
+) -> bool:
+    """Whether decode steps will be CUDA graphs: what `DecodeStep.can` says of the network to be,
+    whose weights in formats that are not `kept` are decoded."""
+    return (
+        device.type == "cuda"
+        and "reference" not in (ops.names["mla_decode"], ops.names["index_choose"])
+        and can_step(config.text)
+        and not any(
+            piece.format_name in kept and piece.parameter.name.endswith(SMALL_WEIGHTS)
+            for placement in assignment.placements
+            for piece in placement.pieces
+            if placement.part is Part.TRUNK
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +117,7 @@ class _Planner:
     settings: EngineSettings
     folder: Path
     kept: frozenset[str]  # formats that kernels read
+    has_graphs: bool
 
     def plan(self) -> tuple[MemoryPlan, bool]:
         """The plan, and whether the other formats' weights are decoded: if there is room."""
@@ -100,6 +139,7 @@ class _Planner:
             settings=self.settings,
             max_image_tokens=self._max_image_tokens(),
             is_prepared=bool(self.assignment.quantised_formats & self.kept),
+            has_graphs=self.has_graphs,
         )
         formats = self.assignment.quantised_formats
         if not formats:

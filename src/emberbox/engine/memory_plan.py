@@ -1,12 +1,12 @@
 """What goes where in memory, decided before a byte is loaded; what does not fit is refused.
 
 The sizes of cache and snapshots are exact: they equal `Cache.num_bytes` and
-`SnapshotStore.num_bytes`. Workspace and vision are estimates from above (workspace.py). Knows no
-tensors: it computes with the shapes of a config.
+`SnapshotStore.num_bytes`. Workspace and vision are estimates from above (workspace.py), and so is
+what CUDA itself takes (decode_memory.py). Knows no tensors: it computes with a config's shapes.
 
-Of the memory that weights, vision, reserve and slots leave, snapshots take at most a quarter (and
-at most 2 GB, at most 64 of them), then workspace and one request of full length must fit, then the
-cache grows to at most half of what is left.
+Of the memory that weights, reserve and slots leave, snapshots take at most a quarter (and at most
+2 GB, at most 64 of them), then workspace and one request of full length must fit, then the cache
+grows to at most half of what is left.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,19 @@ from typing import Any
 import torch
 
 from emberbox.chat.media_settings import MediaSettings
-from emberbox.engine.workspace import Workspace, vision_bytes
+from emberbox.engine.decode_memory import buffer_bytes, graph_bytes
+from emberbox.engine.workspace import Kernels, Workspace, vision_bytes
 from emberbox.errors import MemoryRefused, SettingsError
+from emberbox.model.cache import FP8, ring_tokens
 from emberbox.model.config import PAGE_TOKENS, Glm5NextConfig, TextConfig
+from emberbox.ops.fp8_rows import BLOCK as SCALE_BLOCK
 from emberbox.settings import MAX_TOKENS, EngineSettings
 
 MAX_IMAGE_TOKENS = MediaSettings().max_image_tokens
 DEFAULT_SNAPSHOT_BYTES = 2 * 10**9
 DEFAULT_MAX_SNAPSHOTS = 64
 CACHE_CONTEXTS = 4  # the default cache holds at most this many requests of full length
+RESERVE = "reserve"
 RESERVE_BYTES = 1024**3  # what is left to others: this, or a tenth of a smaller machine
 
 
@@ -48,11 +52,17 @@ class MemoryPlan:
     num_snapshots: int
     max_model_len: int
     prefill_tokens: int
+    latent_dtype: torch.dtype | None = None  # of cached latents, if not that of activations
 
     @property
     def total(self) -> int:
         """Bytes of all lines."""
         return sum(line.num_bytes for line in self.lines)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What will be taken at most: all but what is left to others."""
+        return sum(line.num_bytes for line in self.lines if line.name != RESERVE)
 
     def table(self) -> str:
         """The lines as text, then what they sum up to and what there is."""
@@ -77,21 +87,24 @@ class CacheBytes:
         return self.slot + self.page
 
     @staticmethod
-    def of(text: TextConfig, item: int) -> "CacheBytes":
+    def of(text: TextConfig, item: int, latent_dtype: torch.dtype | None = None) -> "CacheBytes":
         """As model/cache.py lays them out: state and ring in float32 or wider, the rest as `item`.
 
-        page = sparse layers x (64 x latent + 64 / pool x Di) x item
+        page = sparse layers x (64 x latent + 64 / pool x Di) x item; a latent in FP8 takes a byte,
+        and 4 for each 128
         slot = KDA layers x (H D^2 x wide + (W - 1) 3 H D x item)
-             + sparse layers x 2 (pool - 1) Di x wide
+             + sparse layers x 2 ring Di x wide
         """
         H, D, Di, pool = text.kda_heads, text.kda_head_dim, text.index_head_dim, text.index_kpool
         wide, num_sparse = max(item, 4), sum(text.layer_is_sparse)
+        width = text.kv_lora_rank
+        latent = width + 4 * (width // SCALE_BLOCK) if latent_dtype is FP8 else width * item
         num_kda = text.num_hidden_layers - num_sparse
         conv = (text.conv_width - 1) * 3 * H * D
         return CacheBytes(
-            page=num_sparse * (PAGE_TOKENS * text.kv_lora_rank + PAGE_TOKENS // pool * Di) * item,
+            page=num_sparse * (PAGE_TOKENS * latent + PAGE_TOKENS // pool * Di * item),
             slot=num_kda * (H * D * D * wide + conv * item)
-            + num_sparse * 2 * (pool - 1) * Di * wide,
+            + num_sparse * 2 * ring_tokens(pool) * Di * wide,
         )
 
 
@@ -104,16 +117,25 @@ def plan_memory(  # noqa: PLR0913  each is a fact of its own
     settings: EngineSettings,
     max_image_tokens: int = MAX_IMAGE_TOKENS,
     is_prepared: bool = False,
+    has_graphs: bool = False,
 ) -> MemoryPlan:
     """The plan of a checkpoint whose weights take `weight_bytes` in memory once loaded.
 
     `available_bytes`: what can be had before they are. `dtype`: of activations and cache.
-    `is_prepared`: kernels read some of the weights, and keep working memory of their own. A
-    `max_model_len` that is given is kept; else it is the model's own, or the largest multiple of 64
-    that fits. Raises SettingsError for one beyond the model, MemoryRefused when it does not fit.
+    `is_prepared`: kernels read some of the weights, and keep working memory of their own.
+    `has_graphs`: a GPU whose decode steps are graphs (`loading.has_graphs`). A `max_model_len` that
+    is given is kept; else it is the model's own, or the largest multiple of 64 that fits. Raises
+    SettingsError for one beyond the model and for an FP8 cache of latents that are not whole
+    blocks, MemoryRefused when it does not fit.
     """
     budget = _Budget(
-        config, weight_bytes, available_bytes, dtype.itemsize, max_image_tokens, is_prepared
+        config,
+        weight_bytes,
+        available_bytes,
+        dtype.itemsize,
+        max_image_tokens,
+        Kernels(is_prepared, has_graphs),
+        _latent_dtype(config.text, settings),
     )
     context = config.text.max_position_embeddings
     if (settings.max_model_len or 1) > context:
@@ -143,27 +165,43 @@ class _Budget:
     available: int
     item: int
     max_image_tokens: int
-    is_prepared: bool
+    kernels: Kernels
+    latent_dtype: torch.dtype | None
 
     @property
     def sizes(self) -> CacheBytes:
-        return CacheBytes.of(self.config.text, self.item)
+        return CacheBytes.of(self.config.text, self.item, self.latent_dtype)
 
     @property
     def reserve(self) -> int:
         return min(RESERVE_BYTES, self.available // 10)
 
-    @property
-    def vision(self) -> int:
-        return vision_bytes(self.config.vision, self.item, self.max_image_tokens)
+    def work(self, settings: EngineSettings, length: int) -> tuple[MemoryLine, ...]:
+        """What steps and pictures need, which take turns, and what runs them."""
+        text, item, running = self.config.text, self.item, settings.max_running
+        work = Workspace.of(text, item, settings, length, self.kernels)
+        vision = vision_bytes(self.config.vision, item, self.max_image_tokens)
+        lines = (
+            MemoryLine("workspace", work.num_bytes + work.kept, f"estimate: {work.note}"),
+            MemoryLine("vision", max(0, vision - work.num_bytes), self._vision_note(vision)),
+        )
+        if not self.kernels.graphs:
+            return lines
+        buffers = buffer_bytes(text, item, running, length)
+        graphs = graph_bytes(text, item, running)
+        return (
+            *lines,
+            MemoryLine("decode steps", buffers, "buffers of fixed shapes"),
+            MemoryLine("CUDA context and graphs", graphs, "estimate"),
+        )
 
-    def workspace(self, settings: EngineSettings, length: int) -> Workspace:
-        work = Workspace.of(self.config.text, self.item, settings, length)
-        return work.with_kernels(self.config.text, settings) if self.is_prepared else work
+    def work_bytes(self, settings: EngineSettings, length: int) -> int:
+        """The sum of these."""
+        return sum(line.num_bytes for line in self.work(settings, length))
 
     def left(self, settings: EngineSettings) -> int:
-        """What workspace, cache and snapshots share; below 0 when there is nothing."""
-        fixed = self.weight_bytes + self.vision + self.reserve
+        """What work, cache and snapshots share; below 0 when there is nothing."""
+        fixed = self.weight_bytes + self.reserve
         return self.available - fixed - settings.max_running * self.sizes.slot
 
     def shortest(self, settings: EngineSettings) -> int:
@@ -172,9 +210,9 @@ class _Budget:
         return settings.max_model_len or min(most, settings.cache_tokens or most)
 
     def length_bytes(self, settings: EngineSettings, length: int) -> int:
-        """Workspace, and the cache that is asked for or else that of one request."""
+        """Work, and the cache that is asked for or else that of one request."""
         pages = _pages(settings.cache_tokens or length) * self.sizes.page
-        return pages + self.workspace(settings, length).num_bytes
+        return pages + self.work_bytes(settings, length)
 
     def least(self, settings: EngineSettings) -> int:
         """Bytes below which the settings cannot be met."""
@@ -205,14 +243,14 @@ class _Budget:
         """What is asked for; else all that could be used, in half of the memory left."""
         if settings.cache_tokens is not None:
             return _pages(settings.cache_tokens)
-        left = self.left(settings) - self.workspace(settings, length).num_bytes
+        left = self.left(settings) - self.work_bytes(settings, length)
         half = (left - num_snapshots * self.sizes.snapshot) // 2 // self.sizes.page
         context = self.config.text.max_position_embeddings
         useful = min(settings.max_running * context, CACHE_CONTEXTS * length)
         return max(_pages(length), min(_pages(useful), half))
 
     def plan(self, settings: EngineSettings, length: int, num_snapshots: int) -> MemoryPlan:
-        sizes, work = self.sizes, self.workspace(settings, length)
+        sizes = self.sizes
         pages = self.num_pages(settings, length, num_snapshots)
         context = self.config.text.max_position_embeddings
         slots, prefill = settings.max_running, settings.prefill_tokens
@@ -232,9 +270,8 @@ class _Budget:
                 num_snapshots * sizes.snapshot,
                 f"{num_snapshots} of {sizes.snapshot:,}",
             ),
-            MemoryLine("workspace", work.num_bytes, f"estimate: {work.note}"),
-            MemoryLine("vision", self.vision, self._vision_note()),
-            MemoryLine("reserve", self.reserve, "1 GiB, or a tenth of what is available"),
+            *self.work(settings, length),
+            MemoryLine(RESERVE, self.reserve, "1 GiB, or a tenth of what is available"),
         )
         return MemoryPlan(
             lines=lines,
@@ -244,12 +281,14 @@ class _Budget:
             num_snapshots=num_snapshots,
             max_model_len=length,
             prefill_tokens=prefill,
+            latent_dtype=self.latent_dtype,
         )
 
-    def _vision_note(self) -> str:
+    def _vision_note(self, num_bytes: int) -> str:
         if self.config.vision is None:
             return "the model has no vision tower"
-        return f"estimate: one picture of {self.max_image_tokens:,} tokens"
+        picture = f"one picture of {self.max_image_tokens:,} tokens"
+        return f"estimate: {picture} needs {num_bytes:,}, here what steps do not"
 
     def advice(self, settings: EngineSettings) -> str:
         """Which setting to lower, and to what, so that it fits; for settings that do not."""
@@ -303,6 +342,18 @@ class _Budget:
             return self.least(replace(settings, **changed)) <= self.available
 
         return fits
+
+
+def _latent_dtype(text: TextConfig, settings: EngineSettings) -> torch.dtype | None:
+    if settings.cache_dtype == "auto":
+        return None
+    if text.kv_lora_rank % SCALE_BLOCK:
+        raise SettingsError(
+            f"cache_dtype: fp8 has a scale for each {SCALE_BLOCK} channels of a latent, this "
+            f"model's have {text.kv_lora_rank}",
+            hint="leave it at auto",
+        )
+    return FP8
 
 
 def _pages(tokens: int) -> int:

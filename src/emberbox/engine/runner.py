@@ -5,47 +5,53 @@ slots, pages and rows; no requests' parameters and no text.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from emberbox.engine.decode_runner import Decoded, DecodeRunner
 from emberbox.engine.memory_plan import MemoryPlan
-from emberbox.engine.plan import Restore, Save, Work
+from emberbox.engine.plan import MAX_DRAFTS, Restore, Save, Work
 from emberbox.errors import EnvironmentProblem
 from emberbox.model.batch import Batch, SequenceRows
 from emberbox.model.cache import CacheSize
+from emberbox.model.decode_step import DecodeStep
 from emberbox.model.network import Network
 from emberbox.model.snapshots import SnapshotStore
 
 Features = Mapping[int, Tensor]  # position in the sequence -> embedding [hidden]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Rows of one Work that samples: the last certain token's, then one per draft.
-
-    logits [1 + drafts, V] float32 or wider, on the device; greedy: the argmax of each row;
-    num_finite: rows before the first that holds a value which is not finite.
-    """
-
-    logits: Tensor
-    greedy: tuple[int, ...]
-    num_finite: int
+FILL_SCALE = 0.1  # of KDA states of random content
+Sampled = Decoded  # rows of one Work that samples: the last certain token's, then one per draft
 
 
 class ModelRunner:
     """One network with its cache. Every method runs on the engine's thread."""
 
-    def __init__(self, network: Network, memory: MemoryPlan) -> None:
-        """Allocates all of `memory`. Raises EnvironmentProblem when that cannot be had."""
+    def __init__(
+        self, network: Network, memory: MemoryPlan, *, fixed_shapes: bool | None = None
+    ) -> None:
+        """Allocates all of `memory`. Raises EnvironmentProblem when that cannot be had.
+
+        fixed_shapes: decode steps by DecodeRunner; None where that gains: on a GPU, as graphs.
+        """
         self.network = network
+        self.decoder: DecodeRunner | None = None
         self.device = network.embedding.device
         try:
-            self.cache = network.new_cache(CacheSize(memory.num_pages, memory.num_slots))
+            size = CacheSize(memory.num_pages, memory.num_slots)
+            self.cache = network.new_cache(size, memory.latent_dtype)
             self.snapshots = SnapshotStore(self.cache, memory.num_snapshots)
+            if fixed_shapes is None:
+                fixed_shapes = self.device.type == "cuda" and DecodeStep.can(network)
+            if fixed_shapes:
+                self.decoder = DecodeRunner(
+                    network,
+                    self.cache,
+                    max_running=memory.num_slots,
+                    max_model_len=memory.max_model_len,
+                )
         except RuntimeError as error:  # torch's word for memory that cannot be had
             raise EnvironmentProblem(
                 f"the memory of the plan cannot be had: {error}\n{memory.table()}",
@@ -67,6 +73,17 @@ class ModelRunner:
         `features`: by request, the embeddings that stand for image tokens. Returns what each
         request that samples may choose from.
         """
+        decoder = self.decoder
+        if decoder is None:
+            return self._forward(works, features)
+        steps = [work for work in works if decoder.takes(work)]
+        others = [work for work in works if not decoder.takes(work)]
+        out = self._forward(others, features) if others else {}
+        return {**out, **decoder.run(steps)} if steps else out
+
+    def _forward(
+        self, works: Sequence[Work], features: Mapping[int, Features]
+    ) -> dict[int, Sampled]:
         rows = [_rows(work, features.get(work.request_id, {})) for work in works]
         batch = Batch.of(rows, self.device)
         hidden = self.network.forward(batch, self.cache)
@@ -81,6 +98,12 @@ class ModelRunner:
     def commit(self, accepted: Mapping[int, int]) -> None:
         """Keep the first `accepted[slot]` drafts of each slot that verified some."""
         self.cache.commit(accepted)
+        if self.decoder is not None:
+            self.decoder.commit(accepted)
+
+    def max_drafts(self, num_running: int) -> int:
+        """Drafts that a sequence may verify in one step where so many run."""
+        return MAX_DRAFTS if self.decoder is None else self.decoder.max_drafts(num_running)
 
     def discard(self, slot: int) -> None:
         """Forget the drafts of a slot whose request has ended."""
@@ -91,6 +114,24 @@ class ModelRunner:
         """Copy slots into snapshots."""
         for save in saves:
             self.snapshots.save(save.snapshot, save.slot, save.page)
+
+    @torch.inference_mode()
+    def fill_random(self, slot: int, pages: Sequence[int], seed: int) -> None:
+        """As if a sequence had left something there: for measurements at a context's length."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def random(like: Tensor) -> Tensor:
+            made = torch.randn(like.shape, generator=generator, device=self.device)
+            return made.to(like.dtype)
+
+        cache = self.cache
+        for tensor in (cache.state, cache.conv, cache.ring_keys, cache.ring_gates):
+            tensor[:, slot] = random(tensor[:, slot]) * FILL_SCALE
+        for page in pages:
+            for tensor in (cache.latents, cache.pooled):
+                tensor[:, page] = random(tensor[:, page])
+            if cache.scales is not None:
+                cache.scales[:, page] = 1
 
     @torch.inference_mode()
     def encode(self, pixel_values: NDArray[np.float32], grid: tuple[int, int, int]) -> Tensor:

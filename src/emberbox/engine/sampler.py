@@ -5,23 +5,24 @@ penalties, the ban of end tokens, temperature, top-k, top-p, min-p, the draw. To
 drawn with one uniform number that depends on (seed, i) alone, so neither drafts nor batches nor
 other requests change what is drawn. Knows no text.
 
-V is the vocabulary. All arithmetic is float64 on the logits' own device.
+V is the vocabulary. All arithmetic is float64 on the logits' own device (ops/sample_rows); a token
+is all that is read back.
 """
 
 import copy
-import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from emberbox.engine.request import SamplingParams, TokenLogprob, TokenLogprobs
+from emberbox.ops.sample_rows import OP, Changes, Cuts
+from emberbox.ops.sample_rows.reference import drawn, scores_of
 
 _UINT64 = 2**64
-# Scores stay finite under any penalty, so that differences of scores do too.
-_MAX_SCORE = 1e300
 
 
 class Sampler:
@@ -42,6 +43,7 @@ class Sampler:
         self._bias: Tensor | None = None  # [V] float64
         self._counts: Tensor | None = None  # [V] float64, of reply tokens
         self._is_seen: Tensor | None = None  # [V] bool, in prompt or reply
+        self._is_stop: Tensor | None = None  # [V] bool
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, greedy: int) -> tuple[int, TokenLogprobs | None]:
@@ -50,11 +52,11 @@ class Sampler:
         logits [V], not modified; the engine has seen that they are finite.
         """
         params, token = self.params, greedy
-        if params.temperature != 0:
-            uniform = uniform_of(self.seed, self.num_tokens)
-            token = draw(self.scores(logits), params, uniform)
-        elif params.changes_logits:
-            token = int(self.scores(logits).argmax())
+        if params.temperature != 0 or params.changes_logits:
+            uniform = uniform_of(self.seed, self.num_tokens) if params.temperature else 0.0
+            sample_rows = _sample_rows_on(logits.device)
+            changes = self._changes(logits)
+            token = int(sample_rows(logits[None], (uniform,), _cuts(params), changes))
         self._remember(token)
         if params.logprobs is None:
             return token, None
@@ -63,20 +65,7 @@ class Sampler:
     @torch.inference_mode()
     def scores(self, logits: Tensor) -> Tensor:
         """logits [V] -> float64 [V] after bias, penalties and the ban; temperature comes next."""
-        params, scores = self.params, logits.to(torch.float64, copy=True)
-        if params.logit_bias:
-            scores += self._bias_on(scores)
-        if params.repetition_penalty != 1:
-            factor = params.repetition_penalty
-            penalised = torch.where(scores > 0, scores / factor, scores * factor)
-            scores = torch.where(self._seen_on(scores), penalised, scores)
-            scores = scores.clamp(-_MAX_SCORE, _MAX_SCORE)
-        if params.presence_penalty or params.frequency_penalty:
-            counts = self._counts_on(scores)
-            scores -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
-        if self.num_tokens < params.min_tokens and self._stop_ids:
-            scores[self._stop_ids] = -math.inf
-        return scores
+        return scores_of(logits, self._changes(logits))
 
     def copy(self) -> "Sampler":
         """An independent sampler at the same point, with the same random numbers to come."""
@@ -92,23 +81,44 @@ class Sampler:
         if self._is_seen is not None:
             self._is_seen[token] = True
 
-    def _bias_on(self, scores: Tensor) -> Tensor:
+    def _changes(self, logits: Tensor) -> Changes:
+        """What the parameters and the tokens so far make of logits [V]."""
+        params = self.params
+        has_counts = params.presence_penalty or params.frequency_penalty
+        is_early = self.num_tokens < params.min_tokens
+        return Changes(
+            bias=self._bias_on(logits) if params.logit_bias else None,
+            is_seen=self._seen_on(logits) if params.repetition_penalty != 1 else None,
+            repetition=params.repetition_penalty,
+            counts=self._counts_on(logits) if has_counts else None,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            is_banned=self._stops_on(logits) if is_early and self._stop_ids else None,
+        )
+
+    def _bias_on(self, logits: Tensor) -> Tensor:
         if self._bias is None:
             ids, values = zip(*self.params.logit_bias, strict=True)
-            self._bias = torch.zeros_like(scores)
-            self._bias[list(ids)] = scores.new_tensor(values)
+            self._bias = torch.zeros_like(logits, dtype=torch.float64)
+            self._bias[list(ids)] = self._bias.new_tensor(values)
         return self._bias
 
-    def _counts_on(self, scores: Tensor) -> Tensor:
+    def _counts_on(self, logits: Tensor) -> Tensor:
         if self._counts is None:
-            self._counts = torch.zeros_like(scores)
+            self._counts = torch.zeros_like(logits, dtype=torch.float64)
         return self._counts
 
-    def _seen_on(self, scores: Tensor) -> Tensor:
+    def _seen_on(self, logits: Tensor) -> Tensor:
         if self._is_seen is None:
-            self._is_seen = torch.zeros_like(scores, dtype=torch.bool)
+            self._is_seen = torch.zeros_like(logits, dtype=torch.bool)
             self._is_seen[list(self._prompt_ids)] = True
         return self._is_seen
+
+    def _stops_on(self, logits: Tensor) -> Tensor:
+        if self._is_stop is None:
+            self._is_stop = torch.zeros_like(logits, dtype=torch.bool)
+            self._is_stop[self._stop_ids] = True
+        return self._is_stop
 
 
 def uniform_of(seed: int, index: int) -> float:
@@ -125,19 +135,7 @@ def draw(scores: Tensor, params: SamplingParams, uniform: float) -> int:
 
     temperature > 0. Of equal scores the lower id comes first, at every cut.
     """
-    # Shifted first: a tiny temperature must not overflow. The largest weight is exactly 1.
-    scaled = (scores - scores.max()) / params.temperature
-    ranked, order = scaled.sort(descending=True, stable=True)
-    weights = ranked[: params.top_k or None].exp()
-    cdf = weights.cumsum(0)
-    # Each cut keeps a prefix of the ranking, so the smallest prefix is what all of them keep.
-    # top-p: a token stays while those before it hold less than top_p; the first always stays.
-    # Indices stay tensors [1]: reading one back would wait for the device.
-    num_kept = 1 + (cdf[:-1] < params.top_p * cdf[-1]).sum(0, keepdim=True)
-    num_kept = torch.minimum(num_kept, (weights >= params.min_p).sum(0, keepdim=True))
-    target = uniform * cdf.take(num_kept - 1)
-    index = torch.searchsorted(cdf, target, right=True)
-    return int(order.take(torch.minimum(index, num_kept - 1)))
+    return int(drawn(scores, _cuts(params), uniform))
 
 
 def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprobs:
@@ -149,3 +147,15 @@ def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprobs:
     values, ids = logprobs.sort(descending=True, stable=True)
     pairs = zip(ids[:num_top].tolist(), values[:num_top].tolist(), strict=True)
     return TokenLogprobs(chosen, tuple(TokenLogprob(i, value) for i, value in pairs))
+
+
+def _cuts(params: SamplingParams) -> Cuts:
+    return Cuts(params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+@cache
+def _sample_rows_on(device: torch.device) -> Callable[..., Tensor]:
+    """The fastest form of the op that runs on the device."""
+    is_cuda = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
+    return OP.bind(device, capability).function

@@ -14,15 +14,20 @@ from emberbox.model.network import Network
 
 @torch.inference_mode()
 def hidden_states(
-    network: Network, token_ids: Sequence[int], features: Features, *, chunk: int
+    network: Network,
+    token_ids: Sequence[int],
+    features: Features,
+    *,
+    chunk: int,
+    latent_dtype: torch.dtype | None = None,
 ) -> Iterator[Tensor]:
     """Hidden states after the final norm, [n, hidden], of successive chunks.
 
     Allocates a cache of one sequence, which lives as long as the iterator. `features`: position
-    -> embedding of an image token.
+    -> embedding of an image token. `latent_dtype`: as Network.new_cache takes it.
     """
     pages = tuple(range(-(-len(token_ids) // PAGE_TOKENS)))
-    cache = network.new_cache(CacheSize(num_pages=len(pages), num_slots=1))
+    cache = network.new_cache(CacheSize(num_pages=len(pages), num_slots=1), latent_dtype)
     for start in range(0, len(token_ids), chunk):
         ids = token_ids[start : start + chunk]
         here = {i - start: f for i, f in features.items() if start <= i < start + len(ids)}

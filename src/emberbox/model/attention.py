@@ -100,6 +100,8 @@ class SparseAttention:
         self.kv_b = kv_b.reshape(config.num_attention_heads, width, -1)  # [H, Dk + Dv, C]
         self.o = Linear.load(ops, params, f"{prefix}o_proj")
         self.indexer = Indexer(config, ops, params, f"{prefix}indexer.")
+        # Kernels that gather by themselves, in bounded memory; references are for small shapes.
+        self.reads_pages = "reference" not in (ops.names["mla_decode"], ops.names["index_choose"])
 
     def __call__(self, x: Tensor, parts: tuple[Part, ...], cache: Cache | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. Without a cache every span starts a sequence."""
@@ -122,6 +124,8 @@ class SparseAttention:
 
     def _attend(self, query: Query, new: SparseTokens, span: Span, cache: Cache | None) -> Tensor:
         """One span -> [n, H, Dv]."""
+        if cache is not None and self.reads_pages and not span.num_verify:
+            return self._attend_pages(query, new, span, cache)
         past = self._empty(new) if cache is None else cache.read_sparse(self.index, span)
         indices = self.indexer.select(query, past, new)
         all_rows = torch.cat([past.latents, new.latents])
@@ -129,6 +133,24 @@ class SparseAttention:
         if cache is not None:
             cache.write_sparse(self.index, span, new)
         return out
+
+    def _attend_pages(self, query: Query, new: SparseTokens, span: Span, cache: Cache) -> Tensor:
+        """The same by kernels that read the cache where it lies. Written first."""
+        config, index = self.config, self.index
+        cache.write_sparse(index, span, new)
+        queries, weights = self.indexer.queries(query.x, query.latent)
+        chosen, num = self.ops.index_choose(
+            queries.flatten(1),
+            weights,
+            cache.pooled[index].flatten(0, 1),
+            cache.rows_of(span),
+            config.index_kpool,
+            config.index_topk,
+        )
+        latents, scales = cache.latent_rows(index)
+        flat = query.q.flatten(1)
+        out = self.ops.mla_decode(flat, self.kv_b, latents, scales, chosen, num, None)
+        return split_last(out, config.num_attention_heads, config.v_head_dim)
 
     def _step(self, query: Query, new: SparseTokens, steps: Steps, cache: Cache) -> Tensor:
         """One token each of B sequences -> [B, H, Dv]. Written first: a token attends to itself."""

@@ -37,7 +37,21 @@ class HyperConnection:
 
     def __call__(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """streams [T, S, hidden] -> [T, S, hidden]."""
-        collapsed, post, mix = self.ops.hyper_mix(
-            streams, self.fn, self.base, self.scale, self.eps, self.iterations
-        )
-        return self.ops.hyper_update(streams, sublayer(self.norm(collapsed)), post, mix)
+        pieces = [streams]
+        self.over(pieces, sublayer)
+        return pieces[0]
+
+    def over(self, streams: list[Tensor], sublayer: Callable[[Tensor], Tensor]) -> None:
+        """The same for a batch whose streams lie in pieces [n, S, hidden], which are replaced."""
+        opened, spreads = [], []
+        for piece in streams:
+            collapsed, *spread = self.ops.hyper_mix(
+                piece, self.fn, self.base, self.scale, self.eps, self.iterations
+            )
+            opened.append(self.norm(collapsed))
+            spreads.append(spread)
+        x = opened[0] if len(opened) == 1 else torch.cat(opened)
+        del opened  # a copy of x
+        results = sublayer(x).split_with_sizes([len(piece) for piece in streams])
+        for i, (y, spread) in enumerate(zip(results, spreads, strict=True)):
+            streams[i] = self.ops.hyper_update(streams[i], y, *spread)

@@ -1,6 +1,6 @@
 """The small parts every layer is made of. Weights are operands: a plain tensor or a QuantTensor."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -11,6 +11,16 @@ from emberbox.ops.table import OpTable
 
 Operand: TypeAlias = Tensor | QuantTensor
 Parameters: TypeAlias = Mapping[str, Operand]
+
+
+ROWS = 640  # of a long batch that are computed together, so that what they need stays small
+
+
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) of x [T, ...], ROWS at a time; a row of the result follows from its own alone."""
+    if x.shape[0] <= ROWS:
+        return function(x)
+    return torch.cat([function(x[at : at + ROWS]) for at in range(0, x.shape[0], ROWS)])
 
 
 def plain(params: Parameters, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from emberbox.model.config import TextConfig
-from emberbox.model.layers import Linear, Parameters, plain
+from emberbox.model.layers import Linear, Parameters, by_rows, plain
 from emberbox.ops.table import OpTable
 
 
@@ -19,6 +19,9 @@ class FeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        return by_rows(self._few, x)
+
+    def _few(self, x: Tensor) -> Tensor:
         return self.down(self.swiglu(self.gate(x), self.up(x), self.limit))
 
 
@@ -32,7 +35,8 @@ class MixtureOfExperts:
         self.config, self.ops = config, ops
         self.router = plain(params, f"{prefix}gate.weight")
         self.bias = plain(params, f"{prefix}gate.e_score_correction_bias")
-        self.experts = ops.ready_experts(
+        self.experts = ops.ready_for(
+            "moe_experts",
             tuple(
                 (
                     params[f"{prefix}experts.{e}.gate_proj.weight"],
@@ -40,7 +44,7 @@ class MixtureOfExperts:
                     params[f"{prefix}experts.{e}.down_proj.weight"],
                 )
                 for e in range(num_experts)
-            )
+            ),
         )
         limit = config.swiglu_limit
         self.shared = FeedForward(ops, params, f"{prefix}shared_experts.", limit)

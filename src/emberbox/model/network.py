@@ -19,6 +19,7 @@ from emberbox.model.layers import Linear, Parameters, RMSNorm, plain
 from emberbox.model.moe import FeedForward, MixtureOfExperts
 from emberbox.model.mtp import MtpLayer
 from emberbox.model.parameters import TEXT, VISUAL, mtp_prefix
+from emberbox.model.pieces import Piece, in_pieces
 from emberbox.model.steps import Part
 from emberbox.model.vision import VisionTower
 from emberbox.ops.table import OpTable
@@ -52,8 +53,16 @@ class DecoderLayer:
 
     def __call__(self, streams: Tensor, parts: tuple[Part, ...], cache: Cache | None) -> Tensor:
         """streams [T, S, hidden] -> [T, S, hidden]."""
-        streams = self.attention_hc(streams, partial(self.attention, parts=parts, cache=cache))
-        return self.mlp_hc(streams, self.mlp)
+        pieces = [streams]
+        self.over(pieces, (Piece(0, streams.shape[0], parts),), cache)
+        return pieces[0]
+
+    def over(self, streams: list[Tensor], pieces: tuple[Piece, ...], cache: Cache | None) -> None:
+        """The same, piece by piece but for the feed-forward; each of `streams` is replaced."""
+        for i, piece in enumerate(pieces):
+            attend = partial(self.attention, parts=piece.parts, cache=cache)
+            streams[i] = self.attention_hc(streams[i], attend)
+        self.mlp_hc.over(streams, self.mlp)
 
 
 class Network:
@@ -75,19 +84,29 @@ class Network:
             VisionTower(config.vision, ops, params) if config.vision is not None and seen else None
         )
 
-    def new_cache(self, size: CacheSize) -> Cache:
-        """A cache of all trunk layers, in this network's types and on its device."""
+    def new_cache(self, size: CacheSize, latent_dtype: torch.dtype | None = None) -> Cache:
+        """A cache of all trunk layers, in this network's types and on its device.
+
+        latent_dtype: float8_e4m3fn keeps latents in half the bytes, with scales.
+        """
         num_sparse = sum(self.config.text.layer_is_sparse)
-        return self._cache(size, (self.config.text.num_hidden_layers - num_sparse, num_sparse))
+        layers = self.config.text.num_hidden_layers - num_sparse, num_sparse
+        return self._cache(size, layers, latent_dtype)
 
-    def new_draft_cache(self, size: CacheSize) -> Cache:
+    def new_draft_cache(self, size: CacheSize, latent_dtype: torch.dtype | None = None) -> Cache:
         """A cache of the MTP layer."""
-        return self._cache(size, (0, 1))
+        return self._cache(size, (0, 1), latent_dtype)
 
-    def _cache(self, size: CacheSize, layers: tuple[int, int]) -> Cache:
-        of = self.embedding
+    def _cache(
+        self, size: CacheSize, layers: tuple[int, int], latent_dtype: torch.dtype | None
+    ) -> Cache:
         return Cache(
-            self.config.text, size, self.ops, layers=layers, dtype=of.dtype, device=of.device
+            self.config.text,
+            size,
+            self.ops,
+            layers=layers,
+            like=self.embedding,
+            latent_dtype=latent_dtype,
         )
 
     def embed(self, batch: Batch) -> Tensor:
@@ -103,12 +122,15 @@ class Network:
         Written tokens change `cache`, tokens under verification do not (see Cache). Without a cache
         every span is a whole sequence from position 0.
         """
-        parts = batch.spans if cache is None else cache.begin(batch.spans)
-        x = self.embed(batch)
-        streams = open_streams(x, self.config.text.hc_mult)
+        pieces: tuple[Piece, ...] = (Piece(0, batch.token_ids.shape[0], batch.spans),)
+        if cache is not None:
+            pieces = in_pieces(cache.begin(batch.spans))
+        rows = self.embed(batch).split_with_sizes([piece.num_rows for piece in pieces])
+        streams = [open_streams(own, self.config.text.hc_mult) for own in rows]
         for layer in self.layers:
-            streams = layer(streams, parts, cache)
-        return self.norm(mean_of_streams(streams))
+            layer.over(streams, pieces, cache)
+        hidden = [self.norm(mean_of_streams(own)) for own in streams]
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
     def draft(
         self, hidden: Tensor, next_token_ids: Tensor, batch: Batch, cache: Cache | None

@@ -25,10 +25,8 @@ class SnapshotStore:
             raise OpError(f"snapshots: {num} of them")
         self.cache, self.num = cache, num
         # Each tensor of the cache [layers, slots or pages, ...] and its copies [layers, num, ...].
-        of_slot = (cache.state, cache.conv, cache.ring_keys, cache.ring_gates)
-        self._slot_copies = tuple((tensor, _room(tensor, num)) for tensor in of_slot)
-        of_page = (cache.latents, cache.pooled)
-        self._page_copies = tuple((tensor, _room(tensor, num)) for tensor in of_page)
+        self._slot_copies = tuple((tensor, _room(tensor, num)) for tensor in cache.of_slots)
+        self._page_copies = tuple((tensor, _room(tensor, num)) for tensor in cache.of_pages)
         self._has_page: list[bool | None] = [None] * num  # None: never saved
 
     @property

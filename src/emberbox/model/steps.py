@@ -47,8 +47,8 @@ class Steps:
     full_pools: Pools | None
 
     @classmethod
-    def of(cls, spans: Sequence[Span], pool: int, device: torch.device) -> "Steps":
-        """Of neighbouring spans; `pool` tokens share an indexer key."""
+    def of(cls, spans: Sequence[Span], pool: int, ring: int, device: torch.device) -> "Steps":
+        """Of neighbouring spans; `pool` tokens share a key, a slot's ring has `ring` rows."""
         last = max(span.position for span in spans)
         width = last // PAGE_TOKENS + 1
         table, rows, open_rows, full_rows = [], [], {}, {}
@@ -57,11 +57,10 @@ class Steps:
             row = page * PAGE_TOKENS + span.position % PAGE_TOKENS
             rows.append(row)
             table.append([*span.pages[:width], *span.pages[:1] * (width - len(span.pages))])
-            offset = span.position % pool
-            if offset == pool - 1:
+            if span.position % pool == pool - 1:
                 full_rows[member] = row // pool
             else:
-                open_rows[member] = span.slot * (pool - 1) + offset
+                open_rows[member] = span.slot * ring + span.position % ring
 
         def tensor(values: object) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -90,10 +89,10 @@ def is_step(span: Span) -> bool:
     return span.num_tokens == 1 and span.num_verify == 0 and span.position > 0
 
 
-def in_parts(spans: Sequence[Span], pool: int, device: torch.device) -> tuple[Part, ...]:
+def in_parts(spans: Sequence[Span], pool: int, ring: int, device: torch.device) -> tuple[Part, ...]:
     """The spans in order, neighbouring steps as one."""
     parts: list[Part] = []
     for step, group in groupby(spans, is_step):
         own = tuple(group)
-        parts += (Steps.of(own, pool, device),) if step else own
+        parts += (Steps.of(own, pool, ring, device),) if step else own
     return tuple(parts)

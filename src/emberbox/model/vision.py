@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from emberbox.model.config import VisionConfig
-from emberbox.model.layers import LayerNorm, Linear, Operand, Parameters, RMSNorm, plain
+from emberbox.model.layers import LayerNorm, Linear, Operand, Parameters, RMSNorm, by_rows, plain
 from emberbox.model.parameters import VISUAL
 from emberbox.ops.contract import require
 from emberbox.ops.table import OpTable
@@ -60,6 +60,9 @@ class VisionMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [P, hidden] -> [P, hidden]."""
+        return by_rows(self._few, x)
+
+    def _few(self, x: Tensor) -> Tensor:
         return self.down(self.swiglu(self.gate(x), self.up(x), self.limit))
 
 
