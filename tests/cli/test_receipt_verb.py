@@ -7,6 +7,9 @@ import pytest
 
 from emberbox.cli.main import main
 from emberbox.measure.compare import compare
+from emberbox.measure.receipt import seal_of
+from emberbox.measure.speed import Run, SpeedOptions
+from emberbox.measure.speed_receipt import SpeedFacts, build_speed_receipt, save_speed
 from tests.helpers.receipts import edit, small_panel, write_receipt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,3 +159,95 @@ def test_other_documents_are_told_in_a_line(capsys):
     assert call("show", losses) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "schema is 'emberbox.sensitivity.v1', expected 'emberbox.fidelity.v1'" in said
+
+
+# -- receipts of speed -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def speed(tmp_path):
+    """Of a run of three steps, 9 ms in all, and of two requests at once."""
+    facts = SpeedFacts(
+        command="emberbox measure speed here --engine",
+        model={"name": "here"},
+        device={"name": "this one [0]"},
+        op_table={},
+        settings={},
+        plan={"weights": 700, "reserve": 9},
+        peak_bytes=745,
+    )
+    runs = [
+        Run(
+            kind=kind,
+            context=1024,
+            step_tokens=1,
+            num_requests=count,
+            num_tokens=3 * count,
+            wall_ms=9.0,
+            step_ms=(2.0, 3.0, 4.0),
+        )
+        for kind, count in (("decode", 1), ("replies", 2))
+    ]
+    path = tmp_path / "speed.json"
+    save_speed(path, build_speed_receipt(facts, SpeedOptions(), runs))
+    return path
+
+
+def sealed(path, change):
+    """Edits a receipt of speed as one who knows of the seal."""
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps({**document, "sha256": seal_of(document)}))
+
+
+def test_a_receipt_of_speed_is_shown_among_others(files, speed, capsys):
+    assert call("show", files[0].path, speed) == 0
+    said = capsys.readouterr().out
+    assert "receipt plain" in said
+    assert "here on this one [0], emberbox 0.1.0" in said
+    lines = {line.split()[0]: line.split()[-1] for line in said.splitlines() if line.strip()}
+    assert lines["decode_tok_s.c1.ctx1k"] == "333.333"
+    assert lines["decode_tok_s.c2.wall"] == "666.667"
+    assert call("show", speed, files[0].path, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == [json.loads(speed.read_text()), files[0].document]
+
+
+def test_a_receipt_of_speed_is_verified_among_others(files, speed, capsys):
+    assert call("verify", speed, files[0].path) == 0
+    said = capsys.readouterr().out
+    assert "speed.json: good; 2 runs, 6 steps, every figure computed again" in said
+    assert "plain.json: good; 11 windows" in said
+    sealed(speed, lambda d: d["results"].update({"step_ms.m1": 2.5}))
+    assert call("verify", speed, files[0].path) == 1
+    assert "speed.json: 1 problem(s)\n  - results.step_ms.m1 is 2.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(plan=[1]),
+        lambda d: d.update(raw=["x"]),
+        lambda d: d["raw"][0].update(num_tokens=10**400),
+        lambda d: d.pop("results"),
+    ],
+    ids=["plan", "raw", "number", "results"],
+)
+def test_a_receipt_of_speed_of_another_form_is_told(speed, capsys, change):
+    sealed(speed, change)
+    assert call("verify", speed) == 1
+    assert "speed.json: " in capsys.readouterr().out
+
+
+def test_a_receipt_of_speed_that_cannot_be_shown_is_told(speed, capsys):
+    sealed(speed, lambda d: d.pop("results"))
+    assert call("show", speed) == 1
+    assert "not a whole receipt of speed (KeyError('results'))" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_receipts_of_speed_are_not_compared(files, speed, capsys):
+    assert call("compare", files[0].path, speed) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "speed.json: a receipt of speed; compare takes two of fidelity" in said

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 MEASURED = ("error", "tolerance")
 # Each has sources(arch): what it compiles ahead there.
-KERNEL_MODULES = ("emberbox.ops.ahead", "emberbox.compress.trellis_search_cuda")
+KERNEL_MODULES = (
+    "emberbox.ops.ahead",
+    "emberbox.ops.ahead_step",
+    "emberbox.compress.trellis_search_cuda",
+)
 
 
 def print_built(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`emberbox measure fidelity REFERENCE CANDIDATE`: how close a model is, with a receipt."""
+"""`emberbox measure KIND`: how close a model is (fidelity) or how fast (speed), with a receipt."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from emberbox.cli import measure_speed
 from emberbox.cli.flags import checkpoint_folder, settings_from
 from emberbox.cli.stage_bar import StageBar
 from emberbox.settings import LOG_LEVELS, LogSettings
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
     from emberbox.measure.receipt import Receipt
 
 NAME = "measure"
-SUMMARY = "measure a model and write a receipt: fidelity"
+SUMMARY = "measure a model and write a receipt: fidelity, speed"
 FIDELITY = "how far a model's predictions are from another's, token by token, on a fixed panel"
 EXAMPLE = """example:
   emberbox measure fidelity models/ember-nano models/ember-nano-base2 --panel nano-25 \\
     -o base2.json
   emberbox receipt show base2.json
+  emberbox measure speed models/ember-nano --engine -o speed.json
 
-`emberbox measure fidelity --help` lists the flags."""
+`emberbox measure KIND --help` lists the flags."""
 DETAILS = """example:
   emberbox measure fidelity models/ember-nano models/ember-nano-base2 --panel nano-25 \\
     -o base2.json
@@ -44,15 +46,28 @@ REPEATED = {"lane": "weights", "device": "auto", "runs": 2, "chunk": 512}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The kinds of measurement, each with its flags."""
-    kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
-    kind = kinds.add_parser(
-        "fidelity",
-        help=FIDELITY,
-        description=FIDELITY,
-        epilog=DETAILS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    kinds = parser.add_subparsers(dest="kind", title="kinds", metavar="KIND", required=True)
+    for name, summary, details, add in (
+        ("fidelity", FIDELITY, DETAILS, _add_fidelity),
+        (
+            measure_speed.NAME,
+            measure_speed.SUMMARY,
+            measure_speed.DETAILS,
+            measure_speed.add_arguments,
+        ),
+    ):
+        kind = kinds.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=details,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        add(kind)
+
+
+def _add_fidelity(kind: argparse.ArgumentParser) -> None:
     kind.add_argument("reference", type=checkpoint_folder, metavar="REFERENCE", help="the original")
     kind.add_argument("candidate", type=checkpoint_folder, metavar="CANDIDATE", help="to be judged")
     panel = "nano-25, nano-short or a .json(.xz) file"
@@ -79,6 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, measure, write, show; exit code 0 when the receipt is written."""
+    return measure_speed.run(args) if args.kind == measure_speed.NAME else _run_fidelity(args)
+
+
+def _run_fidelity(args: argparse.Namespace) -> int:
     from emberbox import logs
     from emberbox.measure.fidelity import measure_fidelity
     from emberbox.measure.panel import load_panel

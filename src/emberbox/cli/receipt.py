@@ -1,9 +1,12 @@
-"""`emberbox receipt show|verify|compare FILE...`: reads what a measurement wrote."""
+"""`emberbox receipt show|verify|compare FILE...`: reads what a measurement wrote.
+
+A receipt is of fidelity or of speed; its schema says which. Two of speed are not compared.
+"""
 
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,16 +17,20 @@ if TYPE_CHECKING:
     from emberbox.measure.receipt import Receipt
 
 NAME = "receipt"
-SUMMARY = "show a receipt, compute it again from its record, or compare two"
+SUMMARY = "show a receipt, compute it again from what was recorded, or compare two"
 EXAMPLE = """example:
   emberbox receipt show base2.json
   emberbox receipt verify *.json
   emberbox receipt compare plain.json ours.json
 
-verify computes every figure again from the record beside the receipt, and fails when one differs.
-compare pairs the windows of two receipts: the second against the first, below 0 it is closer."""
+verify computes every figure again, from the record beside a receipt of fidelity or from the times
+in a receipt of speed, and fails when one differs.
+compare pairs the windows of two receipts of fidelity: the second against the first, below 0 it is
+closer."""
 
 ACTIONS = ("show", "verify", "compare")
+# What the figures of a sealed document may raise that is of the right schema and of another form.
+_CROOKED = (KeyError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,21 +57,33 @@ def _show(files: list[Path], *, as_json: bool) -> int:
     from emberbox.measure.receipt import load
     from emberbox.measure.show import show
 
-    receipts = [load(file) for file in files]
+    found: list[dict[str, Any] | Receipt] = [_speed(file) or load(file) for file in files]
     if as_json:
-        print(json.dumps([receipt.document for receipt in receipts]))
+        documents = [each if isinstance(each, dict) else each.document for each in found]
+        print(json.dumps(documents))
         return 0
-    for receipt in receipts:
-        _console().print(show(receipt))
+    for file, each in zip(files, found, strict=True):
+        if isinstance(each, dict):
+            _console().print(_shown_speed(file, each), markup=False)
+        else:
+            _console().print(show(each))
     return 0
+
+
+def _shown_speed(file: Path, document: dict[str, Any]) -> str:
+    from emberbox.measure.speed_receipt import show_speed
+
+    try:
+        return show_speed(document)
+    except _CROOKED as error:
+        raise MeasureError(f"{file}: not a whole receipt of speed ({error!r})") from None
 
 
 def _verify(files: list[Path], panel_name: str | None, *, as_json: bool) -> int:
     from emberbox.measure.panel import load_panel
-    from emberbox.measure.verify import verify
 
     panel = None if panel_name is None else load_panel(panel_name)
-    found = {file: verify(file, panel) for file in files}
+    found = {file: _problems(file, panel) for file in files}
     if as_json:
         print(json.dumps({str(file): problems for file, problems in found.items()}))
     else:
@@ -74,6 +93,28 @@ def _verify(files: list[Path], panel_name: str | None, *, as_json: bool) -> int:
     return 1 if any(found.values()) else 0
 
 
+def _problems(file: Path, panel: "Panel | None") -> list[str]:
+    from emberbox.measure.speed_receipt import verify_speed
+    from emberbox.measure.verify import verify
+
+    if _speed(file) is None:
+        return verify(file, panel)
+    try:
+        return verify_speed(file)
+    except _CROOKED as error:
+        return [f"not a whole receipt of speed ({error!r})"]
+
+
+def _speed(file: Path) -> dict[str, Any] | None:
+    """The document, where it is a receipt of speed."""
+    from emberbox.measure.speed_receipt import load_speed
+
+    try:
+        return load_speed(file)
+    except MeasureError:  # told by whoever reads it as a receipt of fidelity
+        return None
+
+
 def _verdict(file: Path, problems: list[str], panel: "Panel | None") -> list[str]:
     """The first line and what follows it."""
     from emberbox.measure.receipt import load
@@ -81,6 +122,10 @@ def _verdict(file: Path, problems: list[str], panel: "Panel | None") -> list[str
 
     if problems:
         return [f"{file}: {len(problems)} problem(s)", *problems]
+    if (speed := _speed(file)) is not None:
+        steps = sum(len(run["step_ms"]) for run in speed["raw"])
+        runs = f"{len(speed['raw'])} runs, {steps:,} steps"
+        return [f"{file}: good; {runs}, every figure computed again"]
     receipt = load(file)
     results, name = receipt["results"], receipt["panel"]["name"]
     lines = [
@@ -112,6 +157,8 @@ def _good(file: Path) -> "Receipt":
     from emberbox.measure.receipt import load
     from emberbox.measure.verify import verify
 
+    if _speed(file) is not None:
+        raise MeasureError(f"{file}: a receipt of speed; compare takes two of fidelity")
     problems = verify(file)
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
