@@ -41,10 +41,11 @@ def about_run(device: str) -> dict[str, Any]:
     }
 
 
-def write(receipt: dict[str, Any], path: Path) -> None:
-    """As JSON that a diff can read; the numbers once more on the last line of the output."""
+def write(receipt: dict[str, Any], path: Path, indent: int | None = 1) -> None:
+    """As JSON that a diff can read, or a short one; the numbers once more on the last line of the
+    output."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(receipt, indent=indent) + "\n", encoding="utf-8")
     print(json.dumps(receipt["results"]))
 
 

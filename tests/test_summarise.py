@@ -66,9 +66,10 @@ def code_of(kernel, k, arch):
 
 @pytest.fixture
 def root(tmp_path, cases):
-    """A repository with one receipt and its page."""
+    """A repository with one receipt and the pages."""
     (tmp_path / "docs").mkdir()
-    shutil.copy(summarise.ROOT / summarise.PAGE, tmp_path / summarise.PAGE)
+    for page in (summarise.PAGE, summarise.STEP_PAGE):
+        shutil.copy(summarise.ROOT / page, tmp_path / page)
     pairs = [("gate_up", "sm_90"), ("gate_up", "sm_121"), ("multiply_rows", "sm_90")]
     code = [code_of(name, k, arch) for name, arch in pairs for k in (2.0, 4.0)]
     kernels.write(receipt_of(cases, code), tmp_path / summarise.FOLDER / "kernels.json")

@@ -72,10 +72,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Figure:
-    """A key of the summary: where it comes from, and what it should be."""
+    """A key of the summary: where it comes from, and what it should be.
+
+    measure: None where the receipt has no such run.
+    """
 
     key: str
-    measure: Callable[[Receipt], Measured]
+    measure: Callable[[Receipt], Measured | None]
     unit: str
     bar: float | None = None
     aim: float | None = None

@@ -1,26 +1,40 @@
-"""Write receipts/h200/summary.json and the tables of docs/kernels.md from the receipts beside it.
+"""Write receipts/h200/summary.json and tables of docs/ from the receipts beside it.
 
     python -m tools.summarise [--check] [--bars]
 
-summary.json is one flat object; a key is a figure of tools/figures.py, or one of its limits after a
-further dot, or begins with "projected.".
+summary.json is one flat object; a key is a figure of tools/figures.py or tools/step_figures.py, or
+one of its limits after a further dot, or begins with "projected.".
 
 `--check` writes nothing, says which bars hold, and fails when a file is not what it should be.
-`--bars` fails, besides, when a bar does not hold.
+`--bars` fails, besides, when a bar does not hold, or a receipt lacks the run that it is about.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tools.figures import FIGURES, Figure, Receipt, Small, projection
+from tools.receipts import KERNELS, read_receipts
+from tools.step_figures import STEP_FIGURES, TIMELINE, step_projection
+from tools.step_tables import (
+    DRAWING,
+    NOTHING,
+    PROJECTED,
+    markdown,
+    number,
+    origin,
+    quality_table,
+    step_projection_table,
+    step_table,
+    timeline_table,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER, PAGE, SUMMARY = "receipts/h200", "docs/kernels.md", "summary.json"
-KERNELS = "kernels.json"
+FOLDER, SUMMARY = "receipts/h200", "summary.json"
+PAGE, STEP_PAGE = "docs/kernels.md", "docs/decoding.md"
+EVERY = (*FIGURES, *STEP_FIGURES)
 PROJECTED_RATES = (2.0, 3.0, 4.0)
 
 
@@ -32,7 +46,7 @@ def main() -> int:
     args = parser.parse_args()
     receipts = read_receipts(args.root / FOLDER)
     summary = summarise(receipts)
-    for line in verdicts(summary):
+    for line in verdicts(receipts, summary):
         print(line)
     stale = [path for path, text in files(args.root, receipts, summary) if _old(path) != text]
     if args.check and stale:
@@ -40,38 +54,25 @@ def main() -> int:
         return 1
     for path, text in files(args.root, receipts, summary) if not args.check else ():
         path.unlink(missing_ok=True) if text is None else path.write_text(text, encoding="utf-8")
-    missed = [f.key for f in FIGURES if f.key in summary and not f.holds(summary[f.key])]
-    return int(bool(args.bars and missed))
-
-
-def read_receipts(folder: Path) -> dict[str, Receipt]:
-    """By their names. Raises SystemExit for one whose figures are not those that were written."""
-    found = {}
-    for name in sorted({figure.receipt for figure in FIGURES}):
-        path = folder / name
-        if not path.exists():
-            continue
-        content = json.loads(path.read_text(encoding="utf-8"))
-        raw = {"cases": content["cases"], "code": content["code"]}
-        if sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest() != content["raw_sha256"]:
-            raise SystemExit(f"{path}: its figures are not those that its raw_sha256 is of")
-        found[name] = Receipt(content)
-    return found
+    return int(args.bars and not all(_holds(figure, summary) for figure in _demanded(receipts)))
 
 
 def summarise(receipts: Mapping[str, Receipt]) -> dict[str, float]:
     """The flat object: every figure whose receipt is there, its limits, and the projection."""
     summary: dict[str, float] = {}
-    for figure in FIGURES:
-        if figure.receipt not in receipts:
-            continue
+    for figure in (each for each in EVERY if each.receipt in receipts):
         measured = figure.measure(receipts[figure.receipt])
+        if measured is None:
+            continue
         summary[figure.key] = rounded(measured.value)
         for name, limit in measured.limits.items():
             summary[f"{figure.key}.{name}"] = rounded(limit)
     for k in PROJECTED_RATES if KERNELS in receipts else ():
         for name, value in projection(receipts[KERNELS], Small(), k).items():
             summary[f"projected.{Small.name}.k{k:g}.{name}"] = rounded(value)
+    if TIMELINE in receipts:
+        for name, value in step_projection(receipts[TIMELINE], Small()).items():
+            summary[f"{PROJECTED}{name}"] = rounded(value)
     return summary
 
 
@@ -80,13 +81,22 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def verdicts(summary: Mapping[str, float]) -> Iterator[str]:
-    """A line for each figure with a bar."""
-    for figure in (each for each in FIGURES if each.bar is not None and each.key in summary):
-        value, sign = summary[figure.key], ">=" if figure.more_is_better else "<="
-        word = "holds " if figure.holds(value) else "MISSED"
+def verdicts(receipts: Mapping[str, Receipt], summary: Mapping[str, float]) -> Iterator[str]:
+    """A line for each figure with a bar whose receipt is there."""
+    for figure in _demanded(receipts):
+        sign = ">=" if figure.more_is_better else "<="
+        word = "holds " if _holds(figure, summary) else "MISSED"
+        value = f"{summary[figure.key]:g}" if figure.key in summary else "no such run"
         aim = "" if figure.aim is None else f", aim {figure.aim:g}"
-        yield f"{word} {figure.key}: {value:g}, bar {sign} {figure.bar:g}{aim}"
+        yield f"{word} {figure.key}: {value}, bar {sign} {figure.bar:g}{aim}"
+
+
+def _demanded(receipts: Mapping[str, Receipt]) -> Iterator[Figure]:
+    return (each for each in EVERY if each.bar is not None and each.receipt in receipts)
+
+
+def _holds(figure: Figure, summary: Mapping[str, float]) -> bool:
+    return figure.key in summary and figure.holds(summary[figure.key])
 
 
 def files(
@@ -95,8 +105,23 @@ def files(
     """What each file should hold; None: it should not be there."""
     text = json.dumps(summary, indent=1) + "\n" if summary else None
     yield root / FOLDER / SUMMARY, text
-    page = root / PAGE
-    blocks = {"figures": figure_table(receipts, summary), "projection": projection_table(summary)}
+    kernels = {
+        "figures": figure_table(receipts, summary),
+        "projection": projection_table(summary),
+    }
+    has_drawing = (root / FOLDER / DRAWING).exists()
+    step = {
+        "figures": step_table(receipts, summary),
+        "timeline": timeline_table(receipts, has_drawing),
+        "quality": quality_table(receipts, summary),
+        "projection": step_projection_table(summary),
+    }
+    yield root / PAGE, drawn(root / PAGE, kernels)
+    yield root / STEP_PAGE, drawn(root / STEP_PAGE, step)
+
+
+def drawn(page: Path, blocks: Mapping[str, str]) -> str:
+    """The page with its blocks between their markers. Raises SystemExit where one is missing."""
     content = page.read_text(encoding="utf-8")
     for name, block in blocks.items():
         before, mark, rest = content.partition(f"<!-- {name}: drawn by tools/summarise.py -->\n")
@@ -104,19 +129,17 @@ def files(
         if not end:
             raise SystemExit(f"{page}: has no place for {name}")
         content = f"{before}{mark}\n{block}\n\n{end}{after}"
-    yield page, content
+    return content
 
 
 def figure_table(receipts: Mapping[str, Receipt], summary: Mapping[str, float]) -> str:
-    """Every figure beside its bar and its limits."""
-    if not summary:
-        return "No receipt is there yet."
-    about = receipts[KERNELS].content
-    where = f"{about['device']['name']}, commit {about['commit'][:12] or 'unknown'}"
+    """Every figure of a kernel beside its bar and its limits."""
+    if KERNELS not in receipts:
+        return NOTHING
     head = ["figure", "measured", "unit", "bar", "aim", "limit by bytes", "limit by decoding",
             "of the nearer limit"]  # fmt: skip
     rows = [_figure_row(figure, summary) for figure in FIGURES if figure.key in summary]
-    return f"{where}:\n\n{_markdown(head, rows)}"
+    return f"{origin(receipts[KERNELS])}:\n\n{markdown(head, rows)}"
 
 
 def _figure_row(figure: Figure, summary: Mapping[str, float]) -> list[str]:
@@ -126,8 +149,8 @@ def _figure_row(figure: Figure, summary: Mapping[str, float]) -> list[str]:
     near = (min(known) if figure.more_is_better else max(known)) if known else None
     part = None if near is None else (value / near if figure.more_is_better else near / value)
     decode = limits["decode"] if limits["decode"] is not None else limits["dense"]
-    cells = [_number(each) for each in (figure.bar, figure.aim, limits["bytes"], decode)]
-    return [f"`{key}`", _number(value), figure.unit, *cells, "" if part is None else f"{part:.0%}"]
+    cells = [number(each) for each in (figure.bar, figure.aim, limits["bytes"], decode)]
+    return [f"`{key}`", number(value), figure.unit, *cells, "" if part is None else f"{part:.0%}"]
 
 
 def projection_table(summary: Mapping[str, float]) -> str:
@@ -135,25 +158,14 @@ def projection_table(summary: Mapping[str, float]) -> str:
     start = f"projected.{Small.name}."
     found: dict[str, dict[str, float]] = {}
     for key, value in summary.items():
-        if key.startswith(start):
+        if key.startswith(start) and not key.startswith(PROJECTED):
             rate, _, name = key.removeprefix(start).partition(".")
             found.setdefault(rate, {})[name] = value
     if not found:
-        return "No receipt is there yet."
+        return NOTHING
     first = next(iter(found.values()))
-    rows = [[f"`{name}`", *(_number(each[name]) for each in found.values())] for name in first]
-    return _markdown(["projected", *found], rows)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = [[f"`{name}`", *(number(each[name]) for each in found.values())] for name in first]
+    return markdown(["projected", *found], rows)
 
 
 def _old(path: Path) -> str | None:

@@ -32,7 +32,7 @@ MIN_PIECE_TOKENS = 256
 MACHINE_PATH = re.compile(r"/(home|Users|root)/")  # the repository holds none, quoted or not
 BATCH = 1_000
 ARCHIVES = CORPUS.parent / "archives"
-SKETCH = TABLES / "overlap.json"
+SKETCH = TABLES / "overlap.json.xz"
 Documents = dict[str, list[str]]  # kind -> documents
 
 

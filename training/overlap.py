@@ -7,6 +7,7 @@ share of them that is committed, so that the check runs where there is no corpus
 import base64
 import hashlib
 import json
+import lzma
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,15 +87,16 @@ class Sketch:
 
     @classmethod
     def read(cls, path: Path) -> "Sketch":
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(lzma.decompress(path.read_bytes()))
         found = (np.frombuffer(base64.b64decode(raw[k]), "<u8") for k in ("lines", "runs"))
         return cls(*(hashes.astype(np.uint64) for hashes in found))
 
     def write(self, path: Path, about: dict[str, object]) -> None:
-        """One JSON file, hashes as base64 of 64-bit numbers; `about`: of what text it was made."""
+        """Packed JSON, hashes as base64 of 64-bit numbers; `about`: of what text it was made."""
         stored = {k: getattr(self, k).astype("<u8").tobytes() for k in ("lines", "runs")}
         hashes = {k: base64.b64encode(raw).decode() for k, raw in stored.items()}
-        path.write_text(json.dumps({"about": about, **hashes}) + "\n", encoding="utf-8")
+        text = json.dumps({"about": about, **hashes}) + "\n"
+        path.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
     def check(self, tokenizer: Tokenizer, documents: Iterable[str]) -> Overlap:
         """The same question on the sketch's share of the held-out text."""
