@@ -115,7 +115,7 @@ def decoded(
         rows = [network.logits(network.forward(Batch.of([first], device), cache))]
         for position, token in enumerate(text[1:], 1):
             found = runner.run([Work(0, (token,), position, 0, pages, 0, samples=True)])
-            rows.append(found[0].logits)
+            rows.append(found[0].logits.clone())  # the next step writes there
         yield torch.cat(rows)
 
 
