@@ -178,5 +178,6 @@ def _command(args: argparse.Namespace) -> str:
         elif value is not None:
             flag = "threads" if name == "num_threads" else name.replace("_", "-")
             words += [f"--{flag}", value]
-    words += ["-o", args.output] if args.output is not None else []
+    # Its name alone: where it lies is of one machine.
+    words += ["-o", args.output.name] if args.output is not None else []
     return shlex.join(map(str, words))
