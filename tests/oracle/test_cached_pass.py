@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from emberbox.model.batch import Span
 from tests.oracle.harness import Rows, Sequences
 
 LENGTH = 71  # past index_topk (32) and past one page (64), ends inside a pool
@@ -46,6 +47,21 @@ def test_several_sequences_of_different_length_in_one_batch(oracle, network):
     for slot, pieces in parts.items():
         logits = torch.cat(pieces)
         oracle.check(logits, ids[slot][: len(logits)])
+        alone = Sequences(network, max_tokens=150)
+        alone.feed(ids[slot][: len(logits)], [len(logits)])
+        # Choices hide a wrong pool: with few tokens every pool is among the chosen ones.
+        for held, expected in zip(rows_of(sequences, slot), rows_of(alone, 0), strict=True):
+            assert held.shape == expected.shape
+            assert torch.allclose(held, expected, rtol=0, atol=1e-3)  # of values up to 7
+
+
+def rows_of(sequences, slot):
+    """What the next token of a sequence finds: latents, pools, the tokens of an unfinished one."""
+    cache, n = sequences.cache, sequences.lengths[slot]
+    span = Span(0, 1, n, slot, sequences.pages[slot])
+    for layer in range(len(cache.latents)):
+        past = cache.read_sparse(layer, span)
+        yield from (past.latents, past.pooled, past.keys, past.gates)
 
 
 def test_a_used_slot_and_used_pages_start_clean(oracle, network):
