@@ -10,6 +10,7 @@ from emberbox.engine.request import SamplingParams
 from emberbox.model.batch import Batch, SequenceRows
 from emberbox.model.cache import FP8, CacheSize
 from emberbox.ops.numerics import relative_error
+from emberbox.ops.scratch import _pieces
 from emberbox.settings import EngineSettings
 from tests.engine.engine_schedules import run_schedules
 from tests.helpers.gpu import gpu_or_skip
@@ -88,6 +89,15 @@ def test_answers_are_those_of_the_cpu(folder):
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         assert here.chat(messages, greedy).text == there.chat(messages, greedy).text
+
+
+def test_what_a_draw_needs_is_taken_at_start():
+    device = gpu_or_skip()
+    _pieces.pop(("sample", torch.int64, device), None)
+    llm = llm_of(NANO, "bfloat16")
+    taken = _pieces["sample", torch.int64, device]
+    llm.chat([{"role": "user", "content": "Say hello."}], SamplingParams(temperature=1, top_p=0.9))
+    assert _pieces["sample", torch.int64, device] is taken
 
 
 @pytest.mark.timeout(900)

@@ -9,6 +9,8 @@ from emberbox.model.decode_step import MAX_ROWS
 
 CONTEXT_BYTES = 600 * 10**6  # the driver's context, loaded kernels, workspaces of matrix products
 GRAPH_BYTES = 4 * 10**6  # of the driver, each
+DRAW_BYTES = 40  # of each token: score, weight, distance, lists (ops/sample_rows), and the row
+TABLE_BYTES = 18  # of each token: bias, counts, seen, banned (sampler.py)
 
 
 def can_step(text: TextConfig) -> bool:
@@ -34,9 +36,11 @@ def buffer_bytes(text: TextConfig, item: int, max_running: int, max_model_len: i
 
 
 def graph_bytes(text: TextConfig, item: int, max_running: int) -> int:
-    """The context, the graphs, and the activations that the largest shape holds at a time.
+    """The context, the graphs, the activations that the largest shape holds at a time; what a draw
+    needs, and the tables of requests with penalties (n of them).
 
     r (V (B + 2 W) + 3 H D 2 B + H (Dk + Dv) B + hidden (S + 8) B + 2 (topk + pool) 4)
+    + V (DRAW + n TABLES)
     """
     rows, W = _most_rows(max_running), max(item, 4)
     widths = 3 * text.kda_heads * text.kda_head_dim * 2
@@ -44,7 +48,9 @@ def graph_bytes(text: TextConfig, item: int, max_running: int) -> int:
     widths += text.hidden_size * (text.hc_mult + 8)
     chosen = 2 * (text.index_topk + text.index_kpool) * 4
     row = text.vocab_size * (item + 2 * W) + widths * item + chosen
-    return CONTEXT_BYTES + len(shapes_for(max_running)) * GRAPH_BYTES + rows * row
+    draws = text.vocab_size * (DRAW_BYTES + max_running * TABLE_BYTES)
+    graphs = len(shapes_for(max_running)) * GRAPH_BYTES
+    return CONTEXT_BYTES + graphs + rows * row + draws
 
 
 def _most_rows(max_running: int) -> int:

@@ -14,10 +14,11 @@ from torch import Tensor
 from emberbox.engine.decode_runner import Decoded, DecodeRunner
 from emberbox.engine.memory_plan import MemoryPlan
 from emberbox.engine.plan import MAX_DRAFTS, Restore, Save, Work
+from emberbox.engine.sampler import warm_up
 from emberbox.errors import EnvironmentProblem
 from emberbox.model.batch import Batch, SequenceRows
 from emberbox.model.cache import CacheSize
-from emberbox.model.decode_step import DecodeStep
+from emberbox.model.decode_step import MAX_ROWS, DecodeStep
 from emberbox.model.network import Network
 from emberbox.model.snapshots import SnapshotStore
 
@@ -52,6 +53,8 @@ class ModelRunner:
                     max_running=memory.num_slots,
                     max_model_len=memory.max_model_len,
                 )
+            if self.device.type == "cuda":
+                warm_up(self.device, network.config.text.vocab_size)
         except RuntimeError as error:  # torch's word for memory that cannot be had
             raise EnvironmentProblem(
                 f"the memory of the plan cannot be had: {error}\n{memory.table()}",
@@ -148,9 +151,9 @@ class ModelRunner:
             return {}
         at = [row for _, start, stop in sampling for row in range(start, stop)]
         logits = self.network.logits(hidden[torch.tensor(at, device=hidden.device)])
-        finite = torch.isfinite(logits).all(-1)
-        greedy = logits.argmax(-1)
-        choices, are_finite = torch.stack([greedy, finite.to(greedy.dtype)]).tolist()
+        pieces = [self.network.ops.greedy_rows(rows) for rows in torch.split(logits, MAX_ROWS)]
+        greedy, finite = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+        choices, are_finite = torch.stack([greedy, finite.long()]).tolist()
         out: dict[int, Sampled] = {}
         first = 0
         for request_id, start, stop in sampling:

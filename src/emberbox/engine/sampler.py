@@ -130,6 +130,13 @@ def uniform_of(seed: int, index: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
+def warm_up(device: torch.device, vocab_size: int) -> None:
+    """Compile what a draw needs on a device and take its memory, before anybody asks for one."""
+    logits = torch.zeros(1, vocab_size, device=device)
+    for cuts in (Cuts(), Cuts(temperature=1.0, top_p=0.9)):
+        _sample_rows_on(device)(logits, (0.5,), cuts, Changes())
+
+
 def draw(scores: Tensor, params: SamplingParams, uniform: float) -> int:
     """scores float64 [V] -> a token, by inverse CDF over the tokens in falling order of score.
 
