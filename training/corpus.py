@@ -132,8 +132,8 @@ def write_excerpts(training: Documents, held_out: Documents, names: Sequence[str
         if after.lines_found or after.runs_found:
             raise ValueError(f"{kind}: the excerpts overlap the training text: {after}")
         results[f"{kind}_all"], results[f"{kind}_excerpt"] = asdict(before), asdict(after)
-        path = TABLES / f"held_out_{kind}.txt"
-        path.write_text("\f".join(found[kind]), encoding="utf-8")
+        packed = lzma.compress("\f".join(found[kind]).encode(), preset=9 | lzma.PRESET_EXTREME)
+        (TABLES / f"held_out_{kind}.txt.xz").write_bytes(packed)
     about = {"held_out_packages": list(names), "training_mb": {k: _mb(training[k]) for k in KINDS}}
     Sketch.of(index).write(SKETCH, {**about, "checked_against_all": results})
 

@@ -1,6 +1,7 @@
 """The generator's fixed material: words, facts and wordings, from the files in `tables/`."""
 
 import json
+import lzma
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -126,8 +127,8 @@ def small_talk() -> tuple[Talk, ...]:
 
 def held_out_text(name: str) -> tuple[str, ...]:
     """Documents of `prose` or `code` from packages that training never reads."""
-    path = FOLDER / f"held_out_{name}.txt"
-    return tuple(path.read_text(encoding="utf-8").split("\f"))
+    packed = (FOLDER / f"held_out_{name}.txt.xz").read_bytes()
+    return tuple(lzma.decompress(packed).decode().split("\f"))
 
 
 def _wordings(entry: Mapping[str, Any]) -> Wordings:
