@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from emberbox.engine.decode_memory import buffer_bytes, can_step, graph_bytes
+from emberbox.engine.decode_memory import buffer_bytes, graph_bytes
 from emberbox.engine.decode_runner import DecodeRunner
 from emberbox.engine.loading import has_graphs
 from emberbox.engine.memory_plan import plan_memory
@@ -13,6 +13,7 @@ from emberbox.engine.workspace import Kernels, Workspace
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.decode_step import DecodeStep
 from emberbox.model.parameters import Part
+from emberbox.model.step_sizes import can_step
 from emberbox.model.weights import assign
 from emberbox.ops.table import OpTable
 from emberbox.settings import EngineSettings

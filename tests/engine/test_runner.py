@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from emberbox.engine.plan import Work
 from emberbox.engine.runner import ModelRunner
 from emberbox.model.batch import MAX_VERIFY_TOKENS
 from emberbox.model.cache import FP8
@@ -37,6 +38,27 @@ def test_random_content_is_finite_and_only_where_it_is_asked_for(latent_dtype):
     assert torch.equal(twin.cache.latents[:, 3].float(), cache.latents[:, 3].float())
     twin.fill_random(1, (3, 0), seed=8)
     assert not torch.equal(twin.cache.latents[:, 3].float(), cache.latents[:, 3].float())
+
+
+def test_a_lone_image_token_at_the_end_of_a_prompt_keeps_its_picture():
+    llm = nano_llm()
+    token = llm.config.image_token_id
+    generator = torch.Generator().manual_seed(5)
+    features = {4: 0.1 * torch.randn(llm.config.text.hidden_size, generator=generator)}
+    plain, fixed = (
+        ModelRunner(llm.network, replace(llm.memory, **SIZE), fixed_shapes=kind)
+        for kind in (False, True)
+    )
+    begin = Work(9, (31, 32, 33, 34), 0, 1, (2,), 0, samples=False)
+    end = Work(9, (token,), 4, 1, (2,), 0, samples=True)
+    found = []
+    for runner in (plain, fixed):
+        runner.forward([begin], {9: features})
+        found.append(runner.forward([end], {9: features})[9].logits)
+    assert torch.equal(found[0], found[1])
+    plain.forward([begin], {})
+    without = plain.forward([end], {})[9].logits
+    assert (without - found[0]).abs().max() > 1e-2
 
 
 def test_choices_of_more_rows_than_a_kernel_takes_belong_to_their_requests():

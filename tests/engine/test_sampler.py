@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from emberbox.engine.request import SamplingParams
 from emberbox.engine.sampler import Sampler, draw, uniform_of
+from emberbox.ops.sample_rows import OP
 from tests.helpers.gpu import gpu_or_skip
 
 LOGITS = torch.tensor([-1.0, 2.0, 0.5, -30.0, 1.0, 0.0, 1.5, -0.5])
@@ -294,7 +295,8 @@ EVERY_CHANGE = {
 def test_a_gpu_draws_what_a_cpu_draws(changes, options):
     device = gpu_or_skip()
     params = SamplingParams(seed=11, **options, **changes)
-    here, there = (Sampler(params, range(1000), (7, 154_000)) for _ in range(2))
+    ops = (OP.reference, OP.load("cuda"))
+    here, there = (Sampler(params, range(1000), (7, 154_000), op) for op in ops)
     generator = torch.Generator().manual_seed(3)
     for _ in range(25):
         logits = 3 * torch.randn(154_880, generator=generator)

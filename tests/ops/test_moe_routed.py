@@ -74,6 +74,16 @@ def test_the_rest_is_moe_experts():
     assert relative_error(found, y.double()) <= 1e-6
 
 
+def test_a_bank_of_plain_experts_is_their_only_copy():
+    experts = make_inputs(5, 7, 24, dtype=torch.float32)["projections"]
+    before = [[weight.clone() for weight in expert] for expert in experts]
+    stacked = bank_of(experts).stacked
+    for e, (expert, old) in enumerate(zip(experts, before, strict=True)):
+        for whole, weight, value in zip(stacked, expert, old, strict=True):
+            assert torch.equal(weight, value)
+            assert weight.data_ptr() == whole[e].data_ptr()
+
+
 def test_plain_experts_are_gathered_in_pieces_of_few_tokens(monkeypatch):
     inputs = make_inputs(5, 7, 24, dtype=torch.float32)
     whole = kernels.moe_routed(**inputs)

@@ -125,7 +125,8 @@ class Engine:
         if keys is None:
             keys = prefix_keys(token_ids, images, image)
         eos = self.config.text.eos_token_ids
-        reader = TokenReader(params, self._make_detokenizer(), eos, budget, token_ids)
+        draws = self.runner.network.ops.sample_rows
+        reader = TokenReader(params, self._make_detokenizer(), eos, budget, token_ids, draws)
         reply = _Reply(len(token_ids), reader)
         if images:
             reply.pictures = PromptPictures(token_ids, images, image)

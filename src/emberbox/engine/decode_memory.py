@@ -13,15 +13,6 @@ DRAW_BYTES = 40  # of each token: score, weight, distance, lists (ops/sample_row
 TABLE_BYTES = 18  # of each token: bias, counts, seen, banned (sampler.py)
 
 
-def can_step(text: TextConfig) -> bool:
-    """Whether the sizes of a network allow decode steps of fixed shape: `DecodeStep.can`."""
-    return (
-        text.kda_head_dim == text.index_head_dim == 128
-        and text.hc_mult == 4
-        and text.conv_width == 4
-    )
-
-
 def buffer_bytes(text: TextConfig, item: int, max_running: int, max_model_len: int) -> int:
     """Drafts, logits, choices, and the numbers of a step on device and host.
 

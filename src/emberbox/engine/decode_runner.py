@@ -1,4 +1,5 @@
-"""Decode steps with fixed shapes: CUDA graphs on a GPU, captured at start; plain calls elsewhere.
+"""Decode steps with fixed shapes: CUDA graphs on a GPU, captured at start; plain calls elsewhere,
+where only tests ask for them.
 
 A step of n sequences takes the next larger shape that was captured; what fills it up has a count of
 zero and changes nothing. All that differs from step to step is in one buffer of numbers, copied to
@@ -163,6 +164,8 @@ class DecodeRunner:
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):  # compiles, and takes what may not grow in a capture
                     self._compute(shape)
+                rows = self._inputs.of(shape)[1]
+                self.step.apply(rows.slots, rows.counts, shape.num_rows)  # of none: counts are 0
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=side):

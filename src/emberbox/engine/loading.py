@@ -8,13 +8,13 @@ import torch
 
 from emberbox.chat.media_settings import PREPROCESSOR_FILE, MediaSettings
 from emberbox.device import Device
-from emberbox.engine.decode_memory import can_step
 from emberbox.engine.decode_once import decode_once, prepare_once
 from emberbox.engine.memory_plan import MemoryPlan, plan_memory
 from emberbox.errors import MemoryRefused
 from emberbox.model.config import Glm5NextConfig
 from emberbox.model.network import Network
 from emberbox.model.parameters import Part
+from emberbox.model.step_sizes import reads_pages
 from emberbox.model.weights import Assignment, assign, load_parameters
 from emberbox.ops.table import OpTable, bind_all
 from emberbox.settings import EngineSettings
@@ -93,12 +93,13 @@ def has_graphs(
     assignment: Assignment,
     kept: frozenset[str],
 ) -> bool:
-    """Whether decode steps will be CUDA graphs: what `DecodeStep.can` says of the network to be,
-    whose weights in formats that are not `kept` are decoded."""
+    """Whether decode steps will be CUDA graphs, as `ModelRunner` decides of the network to be.
+
+    Its weights in formats that are not `kept` are decoded.
+    """
     return (
         device.type == "cuda"
-        and "reference" not in (ops.names["mla_decode"], ops.names["index_choose"])
-        and can_step(config.text)
+        and reads_pages(config.text, ops)
         and not any(
             piece.format_name in kept and piece.parameter.name.endswith(SMALL_WEIGHTS)
             for placement in assignment.placements

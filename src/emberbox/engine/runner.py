@@ -17,10 +17,11 @@ from emberbox.engine.plan import MAX_DRAFTS, Restore, Save, Work
 from emberbox.engine.sampler import warm_up
 from emberbox.errors import EnvironmentProblem
 from emberbox.model.batch import Batch, SequenceRows
-from emberbox.model.cache import CacheSize
+from emberbox.model.cache import Cache, CacheSize
 from emberbox.model.decode_step import MAX_ROWS, DecodeStep
 from emberbox.model.network import Network
 from emberbox.model.snapshots import SnapshotStore
+from emberbox.model.step_sizes import reads_pages
 
 Features = Mapping[int, Tensor]  # position in the sequence -> embedding [hidden]
 FILL_SCALE = 0.1  # of KDA states of random content
@@ -37,29 +38,22 @@ class ModelRunner:
 
         fixed_shapes: decode steps by DecodeRunner; None where that gains: on a GPU, as graphs.
         """
-        self.network = network
-        self.decoder: DecodeRunner | None = None
-        self.device = network.embedding.device
+        self.network, self.device = network, network.embedding.device
+        is_cuda, text = self.device.type == "cuda", network.config.text
+        if fixed_shapes is None:
+            fixed_shapes = is_cuda and reads_pages(text, network.ops) and DecodeStep.can(network)
         try:
             size = CacheSize(memory.num_pages, memory.num_slots)
             self.cache = network.new_cache(size, memory.latent_dtype)
             self.snapshots = SnapshotStore(self.cache, memory.num_snapshots)
-            if fixed_shapes is None:
-                fixed_shapes = self.device.type == "cuda" and DecodeStep.can(network)
-            if fixed_shapes:
-                self.decoder = DecodeRunner(
-                    network,
-                    self.cache,
-                    max_running=memory.num_slots,
-                    max_model_len=memory.max_model_len,
-                )
-            if self.device.type == "cuda":
-                warm_up(self.device, network.config.text.vocab_size)
         except RuntimeError as error:  # torch's word for memory that cannot be had
-            raise EnvironmentProblem(
-                f"the memory of the plan cannot be had: {error}\n{memory.table()}",
-                hint="lower max_model_len, cache_tokens or snapshot_bytes",
-            ) from error
+            raise _cannot_be_had(memory, error) from error
+        try:
+            self.decoder = _decoder(network, self.cache, memory) if fixed_shapes else None
+            if is_cuda:
+                warm_up(network.ops.sample_rows, self.device, text.vocab_size)
+        except torch.OutOfMemoryError as error:
+            raise _cannot_be_had(memory, error) from error
 
     @torch.inference_mode()
     def restore(self, restores: Sequence[Restore]) -> None:
@@ -79,8 +73,12 @@ class ModelRunner:
         decoder = self.decoder
         if decoder is None:
             return self._forward(works, features)
-        steps = [work for work in works if decoder.takes(work)]
-        others = [work for work in works if not decoder.takes(work)]
+        steps: list[Work] = []
+        others: list[Work] = []
+        for work in works:
+            # A lone image token at the end of a prompt looks like a step, and has an embedding.
+            has_feature = work.position in features.get(work.request_id, {})
+            (steps if decoder.takes(work) and not has_feature else others).append(work)
         out = self._forward(others, features) if others else {}
         return {**out, **decoder.run(steps)} if steps else out
 
@@ -162,6 +160,18 @@ class ModelRunner:
             out[request_id] = Sampled(logits[own], tuple(choices[own]), num_finite)
             first = own.stop
         return out
+
+
+def _decoder(network: Network, cache: Cache, memory: MemoryPlan) -> DecodeRunner:
+    most = {"max_running": memory.num_slots, "max_model_len": memory.max_model_len}
+    return DecodeRunner(network, cache, **most)
+
+
+def _cannot_be_had(memory: MemoryPlan, error: RuntimeError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"the memory of the plan cannot be had: {error}\n{memory.table()}",
+        hint="lower max_model_len, cache_tokens or snapshot_bytes",
+    )
 
 
 def _rows(work: Work, features: Features) -> SequenceRows:

@@ -12,17 +12,17 @@ is all that is read back.
 import copy
 import secrets
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from emberbox.engine.request import SamplingParams, TokenLogprob, TokenLogprobs
-from emberbox.ops.sample_rows import OP, Changes, Cuts
+from emberbox.ops.sample_rows import Changes, Cuts, sample_rows
 from emberbox.ops.sample_rows.reference import drawn, scores_of
 
 _UINT64 = 2**64
+Draws = Callable[[Tensor, Sequence[float], Cuts, Changes], Tensor]
 
 
 class Sampler:
@@ -33,12 +33,16 @@ class Sampler:
         params: SamplingParams,
         prompt_ids: Sequence[int] = (),
         stop_ids: Sequence[int] = (),
+        draws: Draws = sample_rows,
     ) -> None:
-        """`stop_ids`: every token that ends the reply; banned in its first min_tokens tokens."""
+        """`stop_ids`: every token that ends the reply; banned in its first min_tokens tokens.
+
+        `draws`: the form of ops/sample_rows that runs where the logits are.
+        """
         self.params = params
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self.num_tokens = 0
-        self._prompt_ids, self._stop_ids = prompt_ids, list(stop_ids)
+        self._prompt_ids, self._stop_ids, self._draws = prompt_ids, list(stop_ids), draws
         # Made at the first row, when device and vocabulary are known; nothing is rebuilt per token.
         self._bias: Tensor | None = None  # [V] float64
         self._counts: Tensor | None = None  # [V] float64, of reply tokens
@@ -54,9 +58,7 @@ class Sampler:
         params, token = self.params, greedy
         if params.temperature != 0 or params.changes_logits:
             uniform = uniform_of(self.seed, self.num_tokens) if params.temperature else 0.0
-            sample_rows = _sample_rows_on(logits.device)
-            changes = self._changes(logits)
-            token = int(sample_rows(logits[None], (uniform,), _cuts(params), changes))
+            token = int(self._draws(logits[None], (uniform,), _cuts(params), self._changes(logits)))
         self._remember(token)
         if params.logprobs is None:
             return token, None
@@ -130,11 +132,11 @@ def uniform_of(seed: int, index: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def warm_up(device: torch.device, vocab_size: int) -> None:
+def warm_up(draws: Draws, device: torch.device, vocab_size: int) -> None:
     """Compile what a draw needs on a device and take its memory, before anybody asks for one."""
     logits = torch.zeros(1, vocab_size, device=device)
     for cuts in (Cuts(), Cuts(temperature=1.0, top_p=0.9)):
-        _sample_rows_on(device)(logits, (0.5,), cuts, Changes())
+        draws(logits, (0.5,), cuts, Changes())
 
 
 def draw(scores: Tensor, params: SamplingParams, uniform: float) -> int:
@@ -158,11 +160,3 @@ def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprobs:
 
 def _cuts(params: SamplingParams) -> Cuts:
     return Cuts(params.temperature, params.top_k, params.top_p, params.min_p)
-
-
-@cache
-def _sample_rows_on(device: torch.device) -> Callable[..., Tensor]:
-    """The fastest form of the op that runs on the device."""
-    is_cuda = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
-    return OP.bind(device, capability).function

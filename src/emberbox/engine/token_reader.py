@@ -12,7 +12,8 @@ from torch import Tensor
 from emberbox.chat.detokenizer import Detokenizer
 from emberbox.chat.parser import StopMatcher
 from emberbox.engine.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
-from emberbox.engine.sampler import Sampler
+from emberbox.engine.sampler import Draws, Sampler
+from emberbox.ops.sample_rows import sample_rows
 
 
 class TokenReader:
@@ -25,12 +26,13 @@ class TokenReader:
         eos: Sequence[int],
         budget: int,
         prompt_ids: Sequence[int],
+        draws: Draws = sample_rows,
     ) -> None:
         """`eos`: the model's end tokens. `budget`: tokens the reply may have, at least 1."""
         own = () if params.ignore_eos else eos
         self._eos_ids = frozenset(eos)
         self._stop_ids = frozenset((*own, *params.stop_token_ids))
-        self._sampler = Sampler(params, prompt_ids, sorted(self._stop_ids))
+        self._sampler = Sampler(params, prompt_ids, sorted(self._stop_ids), draws)
         self._stops, self._detokenizer = StopMatcher(params.stop), detokenizer
         self._params, self._is_plain_greedy = params, params.is_plain_greedy
         self._budget = budget

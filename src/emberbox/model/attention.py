@@ -9,6 +9,7 @@ from emberbox.model.batch import Span
 from emberbox.model.cache import Cache, SparsePast, SparseTokens, pool_complete
 from emberbox.model.config import TextConfig
 from emberbox.model.layers import LayerNorm, Linear, Parameters, RMSNorm, plain, split_last
+from emberbox.model.step_sizes import reads_pages
 from emberbox.model.steps import Part, Steps
 from emberbox.ops.table import OpTable
 
@@ -100,8 +101,7 @@ class SparseAttention:
         self.kv_b = kv_b.reshape(config.num_attention_heads, width, -1)  # [H, Dk + Dv, C]
         self.o = Linear.load(ops, params, f"{prefix}o_proj")
         self.indexer = Indexer(config, ops, params, f"{prefix}indexer.")
-        # Kernels that gather by themselves, in bounded memory; references are for small shapes.
-        self.reads_pages = "reference" not in (ops.names["mla_decode"], ops.names["index_choose"])
+        self.reads_pages = reads_pages(config, ops)
 
     def __call__(self, x: Tensor, parts: tuple[Part, ...], cache: Cache | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. Without a cache every span starts a sequence."""

@@ -25,6 +25,7 @@ from emberbox.model.layers import Linear
 from emberbox.model.moe import FeedForward, MixtureOfExperts
 from emberbox.model.network import Network
 from emberbox.model.projection import Projection
+from emberbox.model.step_sizes import can_step
 from emberbox.ops.table import OpTable
 
 MAX_ROWS = 32
@@ -121,15 +122,10 @@ class DecodeStep:
 
     @staticmethod
     def can(network: Network) -> bool:
-        """Whether this form is known for a network: small matrices plain, head widths of 128."""
-        text = network.config.text
+        """Whether this form is known for a network: by its sizes, and small matrices are plain."""
         small = [w for layer in network.layers for w in _small_weights(layer.attention)]
-        return (
-            not any(isinstance(weight, QuantTensor) for weight in small)
-            and text.kda_head_dim == text.index_head_dim == 128
-            and text.hc_mult == 4
-            and text.conv_width == 4
-        )
+        is_plain = not any(isinstance(weight, QuantTensor) for weight in small)
+        return is_plain and can_step(network.config.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def _tiny() -> dict[str, object]:
         "qk_nope_head_dim": 64,
         "qk_head_dim": 64,
         "v_head_dim": 64,
-        "index_n_heads": 4,
+        "index_n_heads": 16,
         "index_topk": 32,
         "max_position_embeddings": 8192,
         "pad_token_id": 480,

@@ -48,8 +48,9 @@ class PlainBank(tuple[tuple[Tensor, ...], ...]):
 
     @classmethod
     def of(cls, projections: tuple[tuple[Tensor, ...], ...]) -> "PlainBank":
-        """Copies them together, one projection after another."""
-        gate, up, down = (torch.stack(each) for each in zip(*projections, strict=True))
+        """Copies them together, one projection after another. What is given becomes a view of the
+        copy, so that whoever still holds it does not hold the memory twice."""
+        gate, up, down = (_together(each) for each in zip(*projections, strict=True))
         bank = cls(zip(gate, up, down, strict=True))
         bank.stacked = gate, up, down
         return bank
@@ -76,6 +77,13 @@ def bank_of(projections: Projections) -> Projections:
     bank = ExpertBank(experts)
     bank.matrices  # noqa: B018  now: nothing may be copied while a graph is captured
     return bank
+
+
+def _together(weights: tuple[Tensor, ...]) -> Tensor:
+    whole = torch.stack(weights)
+    for weight, view in zip(weights, whole, strict=True):
+        weight.data = view
+    return whole
 
 
 def _is_exl3(weight: Tensor | QuantTensor) -> TypeGuard[QuantTensor]:
