@@ -162,6 +162,17 @@ def test_few_tokens_and_many(gpu, T, dtype, E, top, H):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("E", [288, decode_cuda.MAX_EXPERTS, decode_cuda.MAX_EXPERTS + 1])
+def test_of_many_experts_with_equal_scores_the_lower_ones_are_chosen(gpu, E):
+    inputs = case(3, E, 8)
+    inputs["logits"] = (2 * inputs["logits"]).round() / 2
+    inputs["logits"][1] = 0
+    inputs["bias"] = torch.zeros(E)
+    expected, _ = expected_of(OP, inputs)
+    assert relative_error(run(inputs), expected) <= KERNEL_TOLERANCE[torch.float32]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("T", [2, 8, 16, 32])
 def test_a_token_gives_the_same_alone_and_among_others(gpu, T):
     inputs = case(T, 11, 4, H=512)

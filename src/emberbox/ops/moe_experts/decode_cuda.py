@@ -16,6 +16,7 @@ from emberbox.ops.scratch import counters, scratch
 SOURCE = Path(__file__).with_name("moe_decode.cu")
 MAX_TOKENS = 16
 MAX_SLOTS = 256
+MAX_EXPERTS = 512  # that are chosen from logits
 NUM_RUNS = 2 + 3 * MAX_SLOTS  # of struct Runs
 SORT_BLOCKS_PER_MULTIPROCESSOR = 4
 
@@ -114,13 +115,13 @@ def _sort_and_rotate(
     program: Program, x: Tensor, bank: ExpertBank, routing: Chosen | Logits, pieces: _Pieces
 ) -> None:
     hidden, _ = bank.widths
-    shared, scaling = 0, 1.0
+    scaling = 1.0
     inputs: tuple[Tensor | None, ...]
     if isinstance(routing, Chosen):
         inputs = (routing.experts, routing.weights, None, None)
     else:
         inputs = (None, None, routing.logits, routing.bias)
-        shared, scaling = 2 * 4 * WARPS * len(bank), float(routing.scaling)
+        scaling = float(routing.scaling)
     tasks = 2 * len(x) * routing.top * (hidden // exl3.BLOCK)
     sizes = (len(x), routing.top, hidden, len(bank))
     most = SORT_BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors(x.device)
@@ -128,7 +129,6 @@ def _sort_and_rotate(
         "sort_and_rotate",
         min(-(-tasks // WARPS), most),
         (x, *inputs, bank.matrices, pieces.rotated, pieces.runs, pieces.weights, *sizes, scaling),
-        shared,
     )
 
 

@@ -24,31 +24,39 @@ __device__ __forceinline__ u32 ordered(float f) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+constexpr int MAX_EXPERTS = 512, PER_LANE = MAX_EXPERTS / 32;
+
 // The `top` largest of sigmoid(logit) + bias of a token, by one warp; lower experts first among
-// equals. scratch [2, experts]: scores, and what the choice goes by.
+// equals. All loads are under way at once, and the keys stay in registers: a key of zero is taken.
 __device__ __forceinline__ void choose(const float* logits, const float* bias, int num_experts, int top,
-                                       float scaling, int* expert, float* weight, float* scratch) {
+                                       float scaling, int* expert, float* weight) {
   const int lane = threadIdx.x & 31;
-  u32* keys = reinterpret_cast<u32*>(scratch + num_experts);
-  u32 best = 0, which = 0;
-  auto scan = [&]() {  // of this lane's experts; a key of zero is taken
-    best = 0;
-    for (int e = lane; e < num_experts; e += 32)
-      if (keys[e] > best) best = keys[e], which = e;
-  };
-  for (int e = lane; e < num_experts; e += 32) {
-    const float score = 1.f / (1.f + expf(-logits[e]));
-    scratch[e] = score, keys[e] = max(ordered(score + bias[e]), 1u);
+  float score[PER_LANE], shift[PER_LANE];
+  u32 key[PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int e = min(lane + 32 * i, num_experts - 1);
+    score[i] = logits[e], shift[i] = bias[e];
   }
-  scan();
-  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    score[i] = 1.f / (1.f + expf(-score[i]));
+    key[i] = lane + 32 * i < num_experts ? max(ordered(score[i] + shift[i]), 1u) : 0;
+  }
   float total = 0;
   for (int k = 0; k < top; k++) {
+    u32 best = 0, which = ALL;
+    float value = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (key[i] > best) best = key[i], which = lane + 32 * i, value = score[i];
     const u32 highest = __reduce_max_sync(ALL, best);
     const u32 chosen = __reduce_min_sync(ALL, best == highest ? which : ALL);
-    if (best == highest && which == chosen) keys[which] = 0, scan();
-    total += scratch[chosen];
-    if (lane == 0) expert[k] = chosen, weight[k] = scratch[chosen];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+      if (lane + 32 * i == chosen) key[i] = 0;
+    total += value = __shfl_sync(ALL, value, chosen & 31);
+    if (lane == 0) expert[k] = chosen, weight[k] = value;
   }
   __syncwarp();
   for (int k = lane; k < top; k += 32) weight[k] *= scaling / (total + 1e-20f);
@@ -68,10 +76,9 @@ extern "C" __global__ __launch_bounds__(THREADS) void sort_and_rotate(
   take_turn();
 #if LOGITS
   __shared__ float weight[MAX_SLOTS];
-  extern __shared__ float scratch[];  // [8 warps, 2, experts]
   for (int t = warp; t < tokens; t += WARPS)
     choose(logits + (size_t)t * num_experts, bias, num_experts, top, scaling, expert + t * top,
-           weight + t * top, scratch + warp * 2 * num_experts);
+           weight + t * top);
 #else
   if (s < slots) expert[s] = (int)experts[s];
 #endif

@@ -9,7 +9,13 @@ from torch import Tensor
 from emberbox.ops.contract import require
 from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
 from emberbox.ops.moe_experts.bank import ExpertBank, PlainBank, Projections, bank_of
-from emberbox.ops.moe_experts.decode_cuda import MAX_SLOTS, MAX_TOKENS, Logits, decode
+from emberbox.ops.moe_experts.decode_cuda import (
+    MAX_EXPERTS,
+    MAX_SLOTS,
+    MAX_TOKENS,
+    Logits,
+    decode,
+)
 from emberbox.ops.moe_experts.kernel_cuda import moe_experts
 from emberbox.ops.moe_routed import reference
 from emberbox.ops.route_topk.reference import chosen
@@ -39,7 +45,7 @@ def moe_routed(  # noqa: PLR0913  the op's contract
     if not isinstance(bank, ExpertBank) or x.dtype not in X_TYPES:
         return reference.moe_routed(x, logits, bias, top, scaling, projections, limit)
     _check(x, logits, bias, top, bank)
-    if len(x) > MAX_DECODE or top > MAX_SLOTS:
+    if len(x) > MAX_DECODE or top > MAX_SLOTS or len(bank) > MAX_EXPERTS:
         experts, weights = chosen(logits, bias, top, scaling)
         return moe_experts(x, experts, weights, bank, limit)
     x, logits, bias = x.contiguous(), logits.contiguous(), bias.contiguous()
