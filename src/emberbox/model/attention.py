@@ -128,7 +128,8 @@ class SparseAttention:
             return self._attend_pages(query, new, span, cache)
         past = self._empty(new) if cache is None else cache.read_sparse(self.index, span)
         indices = self.indexer.select(query, past, new)
-        all_rows = torch.cat([past.latents, new.latents])
+        own = new.latents if cache is None else cache.as_cached(new.latents)
+        all_rows = torch.cat([past.latents, own])
         out = self.ops.mla_attention(query.q, all_rows, self.kv_b, indices)
         if cache is not None:
             cache.write_sparse(self.index, span, new)

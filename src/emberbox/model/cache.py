@@ -265,6 +265,12 @@ class Cache:
         pages = steps.table.gather(1, at.div(PAGE_TOKENS, rounding_mode="floor"))
         return self._read_rows(layer, pages * PAGE_TOKENS + at % PAGE_TOKENS)
 
+    def as_cached(self, latents: Tensor) -> Tensor:
+        """Latents [n, C] as they will be read again: however a prompt is cut, all see the same."""
+        if self.scales is None:
+            return latents
+        return dequantise_rows(*quantise_rows(latents)).to(self.pooled.dtype)
+
     def _read(self, layer: int, pages: Tensor) -> Tensor:
         """Latents [n, 64, C] of pages."""
         within = torch.arange(PAGE_TOKENS, device=pages.device)
