@@ -3,8 +3,9 @@
     python -m benchmarks.step_timeline --out receipts/h200/step_timeline.json [--png FILE]
 
 The synthetic model of `emberbox.testing.synthetic` decodes one sequence with 1,024 tokens behind
-it. The step is timed without a profiler, by events around replays of its CUDA graph, and then
-traced by torch's profiler. Kernels that multiply with the trellis are told from the others by name.
+it, by a runner of sequences of up to 262,144, so that the launches are those of speed.json. The
+step is timed without a profiler, by events around replays of its CUDA graph, and then traced by
+torch's profiler. Kernels that multiply with the trellis are told from the others by name.
 A kernel starts before the one before it has ended, and waits: of its time only what comes after
 that end is its own, so that the sum over kernels, and the gaps, is the step.
 """
@@ -23,12 +24,14 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from benchmarks.machine import ROOT, about_run, write
 from emberbox.engine.decode_runner import DecodeRunner
 from emberbox.engine.plan import Work
+from emberbox.measure.receipt import seal_of
 from emberbox.model.cache import CacheSize
 from emberbox.model.config import PAGE_TOKENS
 from emberbox.settings import EngineSettings
 
 TRELLIS = ("multiply_rows", "multiply_side_by_side", "multiply_gate_up", "gate_up", "down")
 CONTEXT, REPEATS, TRACED = 1_024, 50, 5
+MAX_MODEL_LEN = 262_144  # as in speed.json: a narrow page table needs no scores of pools
 MODEL = "glm-5.3-flash-base2-published"
 
 
@@ -53,18 +56,17 @@ def main() -> None:
         **about_run("cuda"),
         "model": MODEL,
         "made_seconds": seconds,
+        "context": options.context,
+        "max_model_len": MAX_MODEL_LEN,
     }
-    write({**facts, "context": options.context, **found}, options.out, indent=None)
+    write({**facts, **found}, options.out, indent=None)
     if options.png:
         draw(found["kernels"], options.png)
 
 
 def measured(network: Any, context: int) -> dict[str, Any]:  # noqa: ANN401
     """Median time of a step, and the kernels of one."""
-    num_pages = -(-(context + PAGE_TOKENS) // PAGE_TOKENS)
-    cache = network.new_cache(CacheSize(num_pages, 1))
-    runner = DecodeRunner(network, cache, max_running=1, max_model_len=num_pages * PAGE_TOKENS)
-    work = Work(0, (5,), context, 0, tuple(range(num_pages)), 0, samples=True)
+    runner, work = runner_of(network, context)
     for _ in range(3):
         runner.run([work])
     graph = runner.graph_of(1, 1)
@@ -78,7 +80,16 @@ def measured(network: Any, context: int) -> dict[str, Any]:  # noqa: ANN401
         "small_ops_ms": step_ms - trellis / 1e3,
         "num_kernels": len(kernels),
     }
-    return {"results": results, "step_ms": times, "by_kernel": summed(kernels), "kernels": kernels}
+    raw = {"step_ms": times, "kernels": kernels}
+    return {"results": results, "raw_sha256": seal_of(raw), "by_kernel": summed(kernels), **raw}
+
+
+def runner_of(network: Any, context: int) -> tuple[DecodeRunner, Work]:  # noqa: ANN401
+    """Steps as long sequences need them, with a cache for one of so many tokens; one step of it."""
+    num_pages = -(-(context + PAGE_TOKENS) // PAGE_TOKENS)
+    cache = network.new_cache(CacheSize(num_pages, 1))
+    runner = DecodeRunner(network, cache, max_running=1, max_model_len=MAX_MODEL_LEN)
+    return runner, Work(0, (5,), context, 0, tuple(range(num_pages)), 0, samples=True)
 
 
 def timed(graph: torch.cuda.CUDAGraph) -> float:

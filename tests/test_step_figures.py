@@ -2,16 +2,26 @@
 
 import json
 import re
-import shutil
 
 import pytest
+import torch
 
-from benchmarks.step_timeline import MODEL, summed
-from emberbox.measure.speed import Run, SpeedOptions
-from emberbox.measure.speed_receipt import SpeedFacts, build_speed_receipt
+from benchmarks.step_timeline import runner_of
+from emberbox.model.config import Glm5NextConfig
+from tests.helpers.nano import nano_network
+from tests.helpers.released import released_config
+from tests.helpers.step_receipts import (
+    RECEIPTS,
+    put,
+    repository,
+    run,
+    speed,
+    summary_of,
+    timeline,
+)
 from tools import summarise
 from tools.figures import Receipt, Small
-from tools.step_figures import STEP_FIGURES, limit_ms, step_projection
+from tools.step_figures import LAUNCHES, STEP_FIGURES, limit_ms, step_projection
 from tools.step_tables import WHAT, what
 
 BARS = {  # as asked for
@@ -33,101 +43,11 @@ BARS = {  # as asked for
     "kl_ratio.ember-nano-base2.bfloat16.last": (1.5, None),
     "kl_ratio.ember-nano-base2.fp8": (3, None),
 }
-LONG = (1024, 131_072, 262_144)
-STEP_MS = {1: 7.0, 2: 8.0, 4: 13.0, 8: 24.5}
-PEAK_SETTINGS = {"max_model_len": 262_144, "max_running": 1, "snapshot_bytes": 0,
-                 "prefill_tokens": 4_096, "cache_dtype": "auto"}  # fmt: skip
-
-
-def decode_run(context, m, ms):
-    steps = (ms, ms + 1, ms - 1)
-    return Run(kind="decode", context=context, step_tokens=m, num_requests=1, num_tokens=3,
-               wall_ms=sum(steps), step_ms=steps)  # fmt: skip
-
-
-def replies_run(count, tok_s):
-    tokens = 400 * count
-    return Run(kind="replies", context=128, step_tokens=1, num_requests=count,
-               num_tokens=tokens, wall_ms=1e3 * tokens / tok_s, step_ms=(9.0, 9.0))  # fmt: skip
-
-
-def speed(contexts=LONG, concurrency=(4, 8), name=MODEL, reply_tokens=400, settings=PEAK_SETTINGS):
-    """A receipt by the product's own writer: 7, 7.5, 8 ms a token; 240 and 299 tokens a second."""
-    facts = SpeedFacts(
-        command="emberbox measure speed --engine -o out.json",
-        model={"name": name},
-        device={"name": "A GPU", "num_multiprocessors": 132},
-        op_table={},
-        settings=settings,
-        plan={"weights": 88_000_000_000, "workspace": 2_000_000_000, "reserve": 1 << 30},
-        peak_bytes=91_000_000_000,
-    )
-    options = SpeedOptions(contexts=contexts, concurrency=concurrency, reply_tokens=reply_tokens)
-    runs = [decode_run(contexts[0], m, ms) for m, ms in STEP_MS.items()]
-    runs += [decode_run(c, 1, {131_072: 7.5, 262_144: 8.0}[c]) for c in contexts[1:]]
-    runs += [replies_run(n, {4: 240, 8: 299}[n]) for n in concurrency]
-    return build_speed_receipt(facts, options, runs)
-
-
-def timeline():
-    """A step of 6.9 ms, in which three kernels multiply with the trellis for 5.5 ms."""
-    kernels = [
-        {"name": name, "end_us": at + us, "own_us": us}
-        for name, at, us in (
-            ("gate_up", 0.0, 2500.0),
-            ("down", 2500.0, 1500.0),
-            ("absorb_1", 4000.0, 900.0),
-            ("multiply_side_by_side", 4900.0, 1500.0),
-            ("absorb_1", 6400.0, 100.0),
-        )
-    ]
-    results = {"step_ms": 6.9, "trellis_ms": 5.5, "small_ops_ms": 6.9 - 5.5, "num_kernels": 5}
-    device = {"name": "A GPU", "num_multiprocessors": 132}
-    return {"commit": "c0ffee" * 7, "device": device, "context": 1024, "step_ms": [7.0, 6.9, 6.8],
-            "results": results, "by_kernel": summed(kernels), "kernels": kernels}  # fmt: skip
-
-
-def quality():
-    def ratio(kl, plain):
-        return {"kl": kl, "kl_plain_bf16": plain, "ratio": kl / plain}
-
-    name = "ember-nano"
-    long = {"long": ratio(0.0022, 0.0020), "last": ratio(0.0031, 0.0020)}
-    cases = [
-        {"checkpoint": name, "latents": "bfloat16", "bar": 1.5, **ratio(0.0012, 0.0010), **long},
-        {"checkpoint": name, "latents": "fp8", "bar": 3.0, **ratio(0.0024, 0.0010)},
-    ]
-    results = {f"{name}.{case['latents']}": case["ratio"] for case in cases}
-    return {"commit": "", "device": {"name": "A GPU"}, "cases": cases, "results": results}
-
-
-RECEIPTS = {"speed.json": speed, "speed_peak.json": lambda: speed((1024,), ()),
-            "step_timeline.json": timeline, "decode_quality.json": quality}  # fmt: skip
 
 
 @pytest.fixture
 def root(tmp_path):
-    """A repository with receipts of a decode step, and none of a kernel."""
-    for page in (summarise.PAGE, summarise.STEP_PAGE):
-        (tmp_path / page).parent.mkdir(exist_ok=True)
-        shutil.copy(summarise.ROOT / page, tmp_path / page)
-    (tmp_path / summarise.FOLDER).mkdir(parents=True)
-    for name, make in RECEIPTS.items():
-        put(tmp_path, name, make())
-    return tmp_path
-
-
-def put(root, name, content):
-    (root / summarise.FOLDER / name).write_text(json.dumps(content))
-
-
-def summary_of(root):
-    return summarise.summarise(summarise.read_receipts(root / summarise.FOLDER))
-
-
-def run(monkeypatch, root, *options):
-    monkeypatch.setattr("sys.argv", ["summarise", "--root", str(root), *options])
-    return summarise.main()
+    return repository(tmp_path)
 
 
 def test_every_bar_that_was_asked_for_is_a_figure():
@@ -222,68 +142,33 @@ def test_a_run_that_a_receipt_does_not_have_is_a_bar_that_is_missed(root, monkey
     assert run(monkeypatch, root, "--check", "--bars") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("speed.json", speed(name="ember-nano"), "its model is 'ember-nano', expected 'glm-5.3"),
-        ("speed.json", speed(reply_tokens=64), "reply_tokens is 64, expected 400"),
-        ("speed.json", speed((2048,), ()), "its first context is 2048, expected 1024"),
-        (
-            "speed_peak.json",
-            speed(settings={**PEAK_SETTINGS, "prefill_tokens": 512}),
-            "prefill_tokens is 512, expected 4096",
-        ),
-    ],
-)
-def test_a_receipt_of_something_else_is_refused(root, name, content, said):
-    put(root, name, content)
-    with pytest.raises(SystemExit, match=re.escape(said)):
-        summary_of(root)
+def test_launches_are_those_of_the_layers():
+    text = Glm5NextConfig.from_dict(released_config()).text
+    sparse, experts = sum(text.layer_is_sparse), sum(text.mlp_is_moe)
+    layers = len(text.layer_is_sparse)
+    once = {"close_streams": 1, "greedy": 1, "kda_decode": layers - sparse}
+    for names, count in (
+        (("spread_streams", "collapse_streams"), 2 * layers),
+        (("multiply_small", "multiply_side_by_side", "multiply_gate_up"), layers),
+        (("open_rows", "score", "choose", "absorb", "attend", "finish"), sparse),
+        (("sort_and_rotate", "gate_up", "down"), experts),
+    ):
+        once |= dict.fromkeys(names, count)
+    assert once == LAUNCHES
+    assert LAUNCHES.keys() == WHAT.keys() - {"multiply_rows", "rotate", "activate"}  # not in it
 
 
-def edited(make, *path, value):
-    content = make()
-    at = content
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    return content
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("speed.json", edited(speed, "results", "step_ms.m4", value=9.0), "sha256: the document"),
-        ("speed_peak.json", edited(speed, "peak_bytes", value=1), "sha256: the document"),
-        ("speed.json", edited(speed, "schema", value="other"), "not a receipt of speed"),
-        (
-            "step_timeline.json",
-            edited(timeline, "results", "small_ops_ms", value=1.1),
-            "small_ops_ms is 1.1, its own numbers give 1.4",
-        ),
-        (
-            "step_timeline.json",
-            edited(timeline, "by_kernel", 0, "us", value=1.0),
-            "by_kernel is not what its kernels sum up to",
-        ),
-        ("step_timeline.json", edited(timeline, "kernels", 0, "own_us", value=1.0), "by_kernel"),
-        ("step_timeline.json", edited(timeline, "step_ms", value=[6.0]), "step_ms is 6.9"),
-        (
-            "decode_quality.json",
-            edited(quality, "cases", 0, "last", "ratio", value=1.2),
-            "ratio is 1.2, its own numbers give 1.55",
-        ),
-        (
-            "decode_quality.json",
-            edited(quality, "results", "ember-nano.fp8", value=1.0),
-            "ember-nano.fp8 is 1.0",
-        ),
-    ],
-)
-def test_an_edited_receipt_is_refused(root, name, content, said):
-    put(root, name, content)
-    with pytest.raises(SystemExit, match=re.escape(said)):
-        summary_of(root)
+def test_a_long_sequence_s_step_has_scores_and_a_small_cache():
+    """`score` is launched where a row of the page table has more pools than are chosen."""
+    network = nano_network()
+    runner, work = runner_of(network, 100)
+    assert runner.cache.latents.shape[1] == len(work.pages) == 3
+    table = runner._inputs.of(runner.shapes[0])[1].table
+    text = Glm5NextConfig.from_dict(released_config()).text
+    assert table.shape == (1, 4096)
+    assert table.shape[1] * (64 // text.index_kpool) > text.index_topk // text.index_kpool
+    with torch.inference_mode():
+        assert runner.run([work])[0].logits.shape == (1, network.config.text.vocab_size)
 
 
 def test_the_page_shows_figures_kernels_and_the_projection(root, monkeypatch):
@@ -295,7 +180,7 @@ def test_the_page_shows_figures_kernels_and_the_projection(root, monkeypatch):
     assert "| `decode_tok_s.c8.wall` | 299 | tokens/s | >= 300 | 420 | missed |  |" in page
     assert "| `peak_bytes.ctx262144.c1` | 91,000,000,000 | bytes | <= 92,000,000,000 |" in page
     assert "A step takes 6.900 ms, of which products with the trellis 5.500 ms" in page
-    assert f"| `gate_up` | {WHAT['gate_up']} | yes | 1 | 2,500.0 |" in page
+    assert f"| `gate_up` | {WHAT['gate_up']} | yes | 42 | 2,500.0 |" in page
     assert f"| `absorb_1` | {WHAT['absorb']} |  | 2 | 1,000.0 | 500.00 | 15.4% |" in page
     assert "| `gb273.tok_s` | 35.54 |" in page
     assert "| `kl_ratio.ember-nano.bfloat16.last` | 1.55 | times | <= 1.5 |  | missed |" in page
@@ -309,6 +194,14 @@ def test_the_drawing_is_named_where_it_is(root, monkeypatch):
     run(monkeypatch, root)
     page = (root / summarise.STEP_PAGE).read_text("utf-8")
     assert "`receipts/h200/step_timeline.png`" in between(page, "timeline")
+
+
+@pytest.mark.parametrize("name", ["speed.json", "speed_peak.json"])
+def test_the_page_measures_as_the_receipts_were(name):
+    command = json.loads((summarise.ROOT / summarise.FOLDER / name).read_text("utf-8"))["command"]
+    page = (summarise.ROOT / summarise.STEP_PAGE).read_text("utf-8")
+    blocks = page.partition("## Measure it yourself")[2]
+    assert f"{command}\n" in re.sub(r" \\\n +", " ", blocks)
 
 
 def between(page, name):

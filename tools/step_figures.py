@@ -5,7 +5,9 @@ closeness from benchmarks/decode_quality.py. A run that a receipt does not have 
 is said of a GB10 is a projection.
 """
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -28,6 +30,16 @@ PEAK_SETTINGS = {
     "snapshot_bytes": 0,
     "prefill_tokens": 4_096,
     "cache_dtype": "auto",
+}
+# Launches of one step of the model, at least: 34 layers with KDA, 11 sparse, 42 with experts. A
+# kernel may have several forms, told apart by a number behind its name.
+LAUNCHES = {
+    **dict.fromkeys(("spread_streams", "collapse_streams"), 90),
+    **dict.fromkeys(("multiply_small", "multiply_side_by_side", "multiply_gate_up"), 45),
+    "kda_decode": 34,
+    **dict.fromkeys(("open_rows", "score", "choose", "absorb", "attend", "finish"), 11),
+    **dict.fromkeys(("sort_and_rotate", "gate_up", "down"), 42),
+    **dict.fromkeys(("close_streams", "greedy"), 1),
 }
 WALL_OPTIONS = {"prompt_tokens": 128, "reply_tokens": 400}
 Measure = Callable[[Receipt], Measured | None]
@@ -144,6 +156,12 @@ def step_parts(timeline: Mapping[str, Any]) -> tuple[float, float]:
     """Milliseconds of a step, and of its products with the trellis."""
     own = (kernel["own_us"] for kernel in timeline["kernels"] if kernel["name"] in TRELLIS)
     return statistics.median(timeline["step_ms"]), sum(own) / 1e3
+
+
+def missing_launches(timeline: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Kernels of a step that it has too few of -> how many it has, and how many a step has."""
+    found = Counter(re.sub(r"_\d+$", "", kernel["name"]) for kernel in timeline["kernels"])
+    return {name: (found[name], n) for name, n in LAUNCHES.items() if found[name] < n}
 
 
 def _expect(where: str, found: object, expected: object, what: str) -> None:

@@ -86,9 +86,10 @@ def timeline_table(receipts: Mapping[str, Receipt], has_drawing: bool) -> str:
         for row in content["by_kernel"]
     ]
     lines = [
-        f"{origin(receipt)}; one sequence, {content['context']:,} tokens behind it. A step takes "
-        f"{results['step_ms']:.3f} ms, of which products with the trellis "
-        f"{results['trellis_ms']:.3f} ms and all else {results['small_ops_ms']:.3f} ms, "
+        f"{origin(receipt)}; one sequence, {content['context']:,} tokens behind it, with room for "
+        f"{content['max_model_len']:,}. A step takes {results['step_ms']:.3f} ms, "
+        f"of which products with the trellis {results['trellis_ms']:.3f} ms "
+        f"and all else {results['small_ops_ms']:.3f} ms, "
         f"in {len(content['kernels'])} launches."
     ]
     if has_drawing:

@@ -87,17 +87,20 @@ def test_drafts_are_verified_and_only_accepted_ones_are_kept(sequences):
 
 
 def test_what_fills_a_shape_changes_nothing(sequences):
+    """Its numbers are zeros: it would write to slot 0 and page 0, which are no member's here."""
     runner, cache = sequences.runner, sequences.cache
-    new = {0: tokens(3, 1), 2: tokens(1, 2), 4: tokens(2, 3)}  # a shape of 4 x 4
-    spare = len(LENGTHS)
-    before = [tensor[:, spare].clone() for tensor in cache.of_slots]
-    others = [tensor[:, 12:16].clone() for tensor in cache.of_pages]
+    new = {1: tokens(3, 1), 2: tokens(1, 2), 4: tokens(2, 3)}  # a shape of 4 x 4
+    slots = [0, 3, len(LENGTHS)]
+    pages = sorted(set(range(32)) - {page for b in new for page in sequences.pages[b]})
+    before = [tensor[:, slots].clone() for tensor in cache.of_slots]
+    others = [tensor[:, pages].clone() for tensor in cache.of_pages]
     sequences.step(new)
     assert runner._last.num_rows == 16
+    assert {0, 12, 15} <= set(pages)
     for tensor, held in zip(cache.of_slots, before, strict=True):
-        assert torch.equal(tensor[:, spare].nan_to_num(9), held.nan_to_num(9))
+        assert torch.equal(tensor[:, slots].nan_to_num(9), held.nan_to_num(9))
     for tensor, held in zip(cache.of_pages, others, strict=True):
-        assert torch.equal(tensor[:, 12:16].nan_to_num(9), held.nan_to_num(9))
+        assert torch.equal(tensor[:, pages].nan_to_num(9), held.nan_to_num(9))
 
 
 def test_shapes_cover_what_may_run_and_stay_within_32_rows():

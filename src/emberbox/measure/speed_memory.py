@@ -34,8 +34,9 @@ class MemoryWatch:
             return _resident_bytes()
         self.look(device)
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        # Without nvidia-smi: all that is not free, the driver's own and other processes' included.
-        before = self._before.get(uuid, int(torch.cuda.mem_get_info(device)[1]))
+        before = self._before.get(uuid)
+        if before is None:  # no nvidia-smi: the driver's own and other processes' counts too
+            before = int(torch.cuda.mem_get_info(device)[1])
         return before - (self._least_free or 0)
 
 

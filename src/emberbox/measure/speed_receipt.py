@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from emberbox.measure.code_version import code_version
 from emberbox.measure.documents import parse_document, read_file, require_free
 from emberbox.measure.receipt import file_bytes, seal_of
 from emberbox.measure.speed import Run, SpeedOptions
+from emberbox.measure.speed_schema import SCHEMA, problems_of
 from emberbox.store.durable import disk_problems, flush_folder, remove, write_file
 from emberbox.store.strict_json import JsonProblem
 
-SCHEMA = "emberbox.speed.v1"
 MAX_BYTES = 64 << 20
+_MAX_LINES = 40
 _DIGITS = 6  # of a figure; times are measured to three or four
 
 
@@ -140,17 +142,21 @@ def load_speed(path: Path) -> dict[str, Any]:
 
 
 def verify_speed(path: Path) -> list[str]:
-    """What is wrong with a receipt: its seal, or a figure that its raw times do not give."""
+    """What is wrong with a receipt: its seal, its form, or a figure that its raw times do not give.
+
+    Raises MeasureError for what is no speed receipt.
+    """
     document = load_speed(path)
     problems = []
     if document.get("sha256") != seal_of(document):
         problems.append("sha256: the document was changed after it was sealed")
     try:
+        if form := list(islice(problems_of(document), _MAX_LINES)):
+            return problems + form
         again = figures(document["raw"], document["plan"], document["peak_bytes"])
-    except (KeyError, TypeError, IndexError, ZeroDivisionError, ValueError) as error:
+    except (KeyError, ValueError, ArithmeticError, RecursionError) as error:
         return [*problems, f"raw: not the times of a measurement ({error!r})"]
-    said = document.get("results")
-    said = said if isinstance(said, dict) else {}
+    said = document["results"]
     problems += [
         f"results.{key} is {said.get(key)}, the raw times give {again.get(key)}"
         for key in sorted(again.keys() | said.keys())
