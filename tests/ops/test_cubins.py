@@ -22,11 +22,10 @@ from emberbox.ops.cubin import Resources, machine_code, resources
 from emberbox.ops.hyper_close.kernel_cuda import MEAN_BYTES
 from emberbox.ops.index_choose import kernel_cuda as index_choose
 from emberbox.ops.kda_decode import kernel_cuda as kda_decode
-from emberbox.ops.launch import THREADS, source
+from emberbox.ops.launch import THREADS, TYPES, source
 from emberbox.ops.linear_exl3.kernel_cuda import (
     CODEBOOKS,
     GEMM_SHARED,
-    X_TYPES,
     gemm_step,
 )
 from emberbox.ops.mla_decode import kernel_cuda as mla_decode
@@ -125,7 +124,7 @@ def sources_of(file, arch):
         if file == "rotated_swiglu":
             yield from (ahead_step.gate_up(kind, tiles) for tiles in (1, 2))
             continue
-        for x_type in X_TYPES.values():
+        for x_type in TYPES.values():
             if file == "moe_prefill":
                 yield ahead.prefill(kind, x_type, arch)
             elif file == "linear_exl3":
@@ -182,6 +181,28 @@ def test_every_cu_file_of_the_ops_is_here():
     folder = Path(emberbox.__file__).parent / "ops"
     assert {path.stem for path in folder.rglob("*.cu")} == set(FILES)
     assert all(source_of(file, "sm_80").path.stem == file for file in FILES)
+
+
+def test_types_have_the_numbers_of_the_sources_in_one_place():
+    folder = Path(emberbox.__file__).parent / "ops"
+    names = {str(dtype)[6:].upper(): number for dtype, number in TYPES.items()}
+    enum = ", ".join(f"{name} = {number}" for name, number in names.items())
+    assert f"enum {{ {enum} }};" in (folder / "activations.cuh").read_text(encoding="utf-8")
+    written = re.compile(r"torch\.(?:float32|float16|bfloat16): \d[,}]|FP8 = ")
+    found = [path.stem for path in folder.rglob("*.py") if written.search(path.read_text("utf-8"))]
+    assert sorted(found) == ["fp8_rows", "launch"]
+
+
+def test_the_longest_keys_fill_static_shared_memory():
+    """What mla_decode says of MAX_KEY: one step more does not fit."""
+    compiler_or_skip()
+    sizes = {"HEADS": 1, "KEY": mla_decode.MAX_KEY, "VALUE": 128, "LATENT": mla_decode.MAX_LATENT}
+    macros = {**sizes, "X_TYPE": ahead.BFLOAT16, "W_TYPE": ahead.BFLOAT16}
+    found = resources(compile_cubin(source(mla_decode.PRODUCTS, macros), "sm_90"))
+    assert found["absorb_8"].shared_bytes - RESERVED_BYTES == 48 << 10
+    longer = source(mla_decode.PRODUCTS, {**macros, "KEY": mla_decode.MAX_KEY + 8})
+    with pytest.raises(OpError, match="too much shared data"):
+        compile_cubin(longer, "sm_90")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -7,19 +7,19 @@ import torch
 
 from emberbox.errors import OpError
 from emberbox.ops.greedy_rows import OP, kernel_cuda, make_inputs
-from emberbox.ops.greedy_rows.kernel_cuda import SOURCE, X_TYPES, greedy_rows
-from emberbox.ops.launch import Program, arch_of, source
+from emberbox.ops.greedy_rows.kernel_cuda import SOURCE, greedy_rows
+from emberbox.ops.launch import STEP_TYPES, Program, arch_of, source
 from tests.helpers.gpu import build_all, gpu_or_skip
 from tests.helpers.guarded import FILLS, Guarded
 
 SHAPES = [(1, 1), (1, 154_880), (2, 255), (3, 1025), (7, 4096), (32, 154_880), (32, 3)]
-DTYPES = pytest.mark.parametrize("dtype", X_TYPES, ids=str)
+DTYPES = pytest.mark.parametrize("dtype", STEP_TYPES, ids=str)
 
 
 @pytest.fixture(scope="module")
 def gpu():
     device = gpu_or_skip()
-    build_all((source(SOURCE, {"X_TYPE": x}) for x in X_TYPES.values()), arch_of(device))
+    build_all((source(SOURCE, {"X_TYPE": x}) for x in STEP_TYPES.values()), arch_of(device))
     return device
 
 

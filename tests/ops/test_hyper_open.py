@@ -16,8 +16,7 @@ from emberbox.ops.hyper_mix.reference import hyper_mix
 from emberbox.ops.hyper_open import OP, kernel_cuda, make_inputs
 from emberbox.ops.hyper_update.reference import hyper_update
 from emberbox.ops.inputs import Random
-from emberbox.ops.launch import Program, arch_of, source
-from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
+from emberbox.ops.launch import TYPES, Program, arch_of, source
 from emberbox.ops.numerics import relative_error
 from emberbox.ops.rms_norm.reference import rms_norm
 from emberbox.ops.rotation import unrotate
@@ -27,7 +26,7 @@ from tests.helpers.guarded import FILLS, Guarded
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ROTATED = {torch.float32: 2e-4, torch.bfloat16: 1e-2}  # a float16 may round the other way
 # Types of activations, fn and norm.
-TYPES = {
+KINDS = {
     "float32": (torch.float32, torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "fn in float32": (torch.bfloat16, torch.float32, torch.bfloat16),
@@ -38,7 +37,7 @@ NAMES = ("streams", "ys", "post", "mix", "norm", "suhs")  # of what hyper_close 
 
 def case(T, H, results=1, scales=1, *, types="float32", hard=1.0, seed=0):
     """Inputs of hyper_open. hard: the larger, the more slowly the coefficients settle."""
-    dtype, of_fn, of_norm = TYPES[types]
+    dtype, of_fn, of_norm = KINDS[types]
     inputs = make_inputs(T, H, results, scales, dtype=dtype, seed=seed)
     inputs["base"][8:] *= hard
     return inputs | {"fn": inputs["fn"].to(of_fn), "norm": inputs["norm"].to(of_norm)}
@@ -85,8 +84,8 @@ def gpu():
     """The device, with every kernel that these tests launch in the cache."""
     device = gpu_or_skip()
     sources = []
-    for types in TYPES.values():
-        x, fn, norm = (X_TYPES[dtype] for dtype in types)
+    for types in KINDS.values():
+        x, fn, norm = (TYPES[dtype] for dtype in types)
         macros = {"X_TYPE": x, "NORM_TYPE": norm}
         sources.append(source(kernel_cuda.SOURCE, macros | {"FN_TYPE": fn}))
         sources.append(source(close_kernels.SOURCE, macros))
@@ -186,7 +185,7 @@ def test_one_token_fills_a_large_device_and_many_share_their_sums(T, grids, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize(("T", "H"), [(1, 4096), (3, 4096), (8, 4096), (32, 4096), (9, 640)])
 def test_at_real_widths(gpu, T, H, types):
     check_open(case(T, H, 2, 3, types=types, seed=T))
@@ -203,7 +202,7 @@ def test_every_number_of_results_and_scales(gpu, T, results, scales):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize(("T", "H"), [(1, 4096), (3, 128), (32, 4096), (2, 16384)])
 def test_close_at_real_widths(gpu, T, H, types):
     inputs = close_case(T, H, 2, 1, types=types, seed=T)

@@ -13,7 +13,7 @@ from emberbox.ops.index_choose import kernel_cuda as kernels
 from emberbox.ops.index_choose.reference import PAGE, index_choose
 from emberbox.ops.index_scores.reference import index_scores
 from emberbox.ops.index_select.reference import index_select
-from emberbox.ops.launch import Program, arch_of, source
+from emberbox.ops.launch import STEP_TYPES, Program, arch_of, source
 from tests.helpers.gpu import build_all, gpu_or_skip
 from tests.helpers.guarded import FILLS, Guarded
 
@@ -115,13 +115,15 @@ def test_no_rows():
 
 
 WRONG = {
-    "pooled keys": lambda x: x | {"pooled": x["pooled"].half()},
-    "expected .T, heads": lambda x: x | {"q": x["q"][:, :-1].contiguous()},
+    "pooled is": lambda x: x | {"pooled": x["pooled"].half()},
+    "q is .4, 2047.": lambda x: x | {"q": x["q"][:, :-1].contiguous()},
     "multiple of 16": lambda x: x | {"q": x["q"][:, :1024], "weights": x["weights"][:, :8]},
     "whole pools": lambda x: x | {"topk": 62},
-    "torch.float32 was expected": lambda x: x | {"weights": x["weights"].double()},
-    "torch.int32 was expected": lambda x: x | {"rows": tuple(r.long() for r in x["rows"])},
-    "contiguous": lambda x: x | {"q": x["q"].T.contiguous().T},
+    "pools of 32": lambda x: x | {"pool": 32},  # two in a page: rows of scores begin anywhere
+    "pools of 64": lambda x: x | {"pool": 64},
+    "weights is": lambda x: x | {"weights": x["weights"].double()},
+    "table is": lambda x: x | {"rows": tuple(r.long() for r in x["rows"])},
+    "q is .4, 2048.": lambda x: x | {"q": x["q"].T.contiguous().T},
     "3 sequences": lambda x: x | {"rows": tuple(r[[0, 0, 1]] for r in x["rows"])},
 }
 
@@ -172,7 +174,7 @@ def test_many_rows_are_taken_in_pieces_that_scores_have_memory_for(launches, mon
 def gpu():
     """The device, with both kernels in the cache."""
     device = gpu_or_skip()
-    wanted = [source(kernels.SOURCE, {"X_TYPE": kernels.X_TYPES[d]}) for d in kernels.KEY_TYPES]
+    wanted = [source(kernels.SOURCE, {"X_TYPE": x}) for x in STEP_TYPES.values()]
     build_all(wanted, arch_of(device))
     return device
 

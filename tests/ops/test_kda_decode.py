@@ -12,7 +12,7 @@ from emberbox.ops.kda_apply import kernel_cuda as apply_kernels
 from emberbox.ops.kda_decode import kernel_cuda as kernels
 from emberbox.ops.kda_inputs.reference import kda_inputs
 from emberbox.ops.kda_step.reference import kda_step
-from emberbox.ops.launch import Program, arch_of, source
+from emberbox.ops.launch import STEP_TYPES, Program, arch_of, source
 from emberbox.ops.numerics import relative_error
 from emberbox.ops.rms_norm.reference import rms_norm
 from emberbox.ops.rotation import rotate
@@ -166,11 +166,19 @@ def test_weights_that_are_ready_are_taken_as_they_are(launches):
     inputs = decode_inputs(1, 1, 2, 16, dtype=torch.bfloat16)
     kernels.kda_decode(**inputs)
     assert all(a is w for a, w in zip(launches[0][3][2:9], inputs["weights"], strict=True))
-    other = tuple(w.double() for w in inputs["weights"])
-    kernels.kda_decode(**inputs | {"weights": other})
+    f_b, g_b, *others = inputs["weights"]
+    stored = (f_b, g_b, *(w.double().repeat_interleave(2, -1)[..., ::2] for w in others))
+    with pytest.raises(OpError, match=r"conv is .* contiguous"):
+        kernels.kda_decode(**inputs | {"weights": stored})
+    kernels.kda_decode(**inputs | {"weights": kernels.ready_weights(stored)})
     for a, w in zip(launches[1][3][2:9], inputs["weights"], strict=True):
         assert a.dtype == w.dtype
         assert torch.equal(a, w)
+
+
+def test_whole_numbers_are_passed_as_the_floats_they_stand_for(launches):
+    kernels.kda_decode(**decode_inputs(1, 1, 2, 16) | {"constants": (-5, 1e-5)})
+    assert repr(launches[0][3][-2:]) == "(-5.0, 1e-05)"
 
 
 def test_a_launch_of_accepted_drafts_has_two_blocks_for_each_head(launches):
@@ -194,6 +202,9 @@ def test_a_launch_of_accepted_drafts_has_two_blocks_for_each_head(launches):
         ("weights", 2, lambda x: x[:, :3]),
         ("weights", 5, lambda x: x[:64]),
         ("weights", 6, lambda x: x[:D]),
+        ("weights", 3, lambda x: x.bfloat16()),
+        ("weights", 0, lambda x: x.bfloat16()),
+        ("weights", 1, lambda x: x.T.contiguous().T),
         ("cache", 0, lambda x: x.bfloat16()),
         ("cache", 1, lambda x: x.transpose(2, 3)),
         ("cache", 1, lambda x: x.double()),
@@ -227,7 +238,7 @@ def test_drafts_that_the_kernel_cannot_read_are_refused(launches, name):
 def gpu():
     """The device, with every kernel that these tests launch in the cache."""
     device = gpu_or_skip()
-    types = kernels.X_TYPES.values()
+    types = STEP_TYPES.values()
     pairs = [{"X_TYPE": x_type, "TOKENS": n} for x_type in types for n in (1, kernels.MAX_TOKENS)]
     sources = [source(kernels.SOURCE, macros) for macros in pairs]
     sources += [source(apply_kernels.SOURCE, {"X_TYPE": x_type}) for x_type in types]

@@ -14,8 +14,8 @@ from emberbox.errors import OpError
 from emberbox.formats import exl3
 from emberbox.formats.codebooks import CODEBOOKS
 from emberbox.ops import ahead
+from emberbox.ops.launch import TYPES
 from emberbox.ops.linear_exl3 import kernel_cuda as kernels
-from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
 from emberbox.ops.numerics import relative_error
 from emberbox.ops.prepared import prepared
 from tests.formats.test_exl3_golden import LINEAR, WEIGHTS, stored
@@ -54,8 +54,8 @@ def gpu():
         str(source): source
         for kind, dtype in pairs
         for source in (
-            ahead.linear(macros_of(kind), 1, X_TYPES[dtype], arch),
-            ahead.linear(macros_of(kind), 2, X_TYPES[dtype], arch),
+            ahead.linear(macros_of(kind), 1, TYPES[dtype], arch),
+            ahead.linear(macros_of(kind), 2, TYPES[dtype], arch),
         )
     }
     build_all(sources.values(), arch)

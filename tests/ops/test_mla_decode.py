@@ -10,7 +10,7 @@ from emberbox.errors import OpError
 from emberbox.ops import check as checks
 from emberbox.ops.check import check_case, expected_of
 from emberbox.ops.fp8_rows import dequantise_rows, quantise_rows
-from emberbox.ops.launch import arch_of, source
+from emberbox.ops.launch import TYPES, arch_of, source
 from emberbox.ops.mla_decode import OP, make_inputs
 from emberbox.ops.mla_decode import kernel_cuda as kernels
 from emberbox.ops.numerics import relative_error
@@ -47,7 +47,7 @@ def gpu():
     device, made = gpu_or_skip(), {}
     for sizes in (FULL, NANO, ODD):
         for dtype in TOLERANCE:
-            for weights in kernels.W_TYPES:
+            for weights in TYPES:
                 for fp8 in (0, 1):
                     i = case(1, 1, sizes, dtype=dtype, weights=weights, fp8=fp8)
                     products = kernels.product_macros(dtype, i["kv_b"], i["q"].shape[1])
@@ -117,21 +117,43 @@ def test_runs_cover_every_row_once(tasks, K, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"q": torch.zeros(1, 256, dtype=torch.float16)}, "q is torch.float16"),
+        ({"q": torch.zeros(2, 256, dtype=torch.float16)}, "q is .* torch.float16"),
         ({"latents": torch.zeros(9, 128, dtype=torch.float8_e4m3fn)}, "need scales"),
-        ({"latents": torch.zeros(9, 128, dtype=torch.float16)}, "latents torch.float16"),
+        ({"latents": torch.zeros(9, 128, dtype=torch.float16)}, "latents is .* torch.float16"),
+        ({"latents": torch.zeros(9, 256)}, "latents is .9, 256."),
         ({"kv_b": torch.zeros(4, 128, 192)}, "latents of 192"),
         ({"kv_b": torch.zeros(4, 64 + 32, 128)}, "values of 32"),
+        ({"kv_b": torch.zeros(4, 64, 128)}, "values of 0"),
         ({"kv_b": torch.zeros(1, 256 + 64, 128)}, "1 heads"),
-        ({"chosen": torch.zeros(2, 1).int().T}, "chosen must be contiguous"),
+        ({"kv_b": torch.zeros(4, 128, 128).double()}, "kv_b is"),
+        ({"chosen": torch.zeros(2, 2).int().T.contiguous().T}, "chosen is .* contiguous"),
+        ({"chosen": torch.zeros(2, 2).long()}, "chosen is .* torch.int64"),
+        ({"chosen": torch.zeros(2, 0).int()}, "no column"),
+        ({"num": torch.zeros(2).long()}, "num is .* torch.int64"),
+        ({"num": torch.zeros(1).int()}, "num is .1,."),
+        ({"suh": torch.zeros(256)}, "suh is .* torch.float32"),
+        ({"suh": torch.zeros(128).half()}, "suh is .128,."),
     ],
 )
 def test_what_the_kernels_do_not_take_is_named(change, said):
-    inputs = make_inputs(1, 2, dtype=torch.float32) | change
-    if "chosen" in change:
-        inputs |= {"chosen": torch.zeros(3, 2).int().T}
     with pytest.raises(OpError, match=said):
-        kernels.mla_decode(**inputs)
+        kernels.mla_decode(**make_inputs(2, 2, dtype=torch.float32) | change)
+
+
+@pytest.mark.parametrize("scales", [torch.ones(7, 1).half(), torch.ones(6, 1), torch.ones(7, 2)])
+def test_scales_of_other_types_or_rows_are_refused(scales):
+    with pytest.raises(OpError, match="scales is"):
+        kernels.mla_decode(**make_inputs(2, 2, fp8=1, dtype=torch.float32) | {"scales": scales})
+
+
+def test_keys_have_as_many_channels_as_shared_memory_holds(monkeypatch):
+    asked = []
+    monkeypatch.setattr(kernels.Program, "launch", lambda *call: asked.append(call))
+    monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: 132)
+    kernels.mla_decode(**make_inputs(1, 2, H=1, Dk=512, Dv=128, dtype=torch.float32))
+    assert dict(asked[0][0].macros)["KEY"] == 512
+    with pytest.raises(OpError, match=r"keys of 520 .* up to 512"):
+        kernels.mla_decode(**make_inputs(1, 2, H=1, Dk=520, Dv=128, dtype=torch.float32))
 
 
 # -- on a GPU ------------------------------------------------------------------------------------
@@ -147,7 +169,7 @@ def test_it_keeps_the_contract(gpu, T, K, sizes, dtype, fp8):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", kernels.W_TYPES, ids=str)
+@pytest.mark.parametrize("weights", TYPES, ids=str)
 @pytest.mark.parametrize("has_suh", [0, 1])
 @pytest.mark.parametrize("T", [1, 2, 4, 7])
 def test_weights_of_every_type(gpu, T, weights, has_suh):
@@ -177,7 +199,7 @@ def test_what_is_not_a_number_stays_with_its_query(gpu):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_many_queries_are_taken_in_pieces(gpu, dtype, monkeypatch):
     inputs = case(45, 150, NANO, dtype=dtype)
-    monkeypatch.setattr(kernels, "PIECE", 16)
+    monkeypatch.setattr(kernels, "MAX_QUERIES", 16)
     assert error_of(inputs) <= TOLERANCE[dtype]
 
 

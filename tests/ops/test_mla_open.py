@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from emberbox.errors import OpError
+from emberbox.model.cache import ring_tokens
 from emberbox.ops import check as checks
 from emberbox.ops.check import check_case, expected_of, tensors
 from emberbox.ops.fp8_rows import dequantise_rows
 from emberbox.ops.index_pool.reference import index_pool
-from emberbox.ops.launch import arch_of, source
+from emberbox.ops.launch import STEP_TYPES, TYPES, arch_of, source
 from emberbox.ops.mla_open import OP, make_inputs
 from emberbox.ops.mla_open import kernel_cuda as kernels
+from emberbox.ops.mla_open.reference import RING
 from emberbox.ops.numerics import relative_error
 from tests.helpers.gpu import build_all, gpu_or_skip
 from tests.helpers.guarded import FILLS, Guarded
@@ -57,9 +59,9 @@ def both(inputs):
 def gpu():
     """The device, with every kernel that these tests launch in the cache."""
     device, made = gpu_or_skip(), {}
-    for x_type in kernels.X_TYPES:
+    for x_type in STEP_TYPES:
         for latents in (x_type, kernels.FP8):
-            for pooled in kernels.TYPES:
+            for pooled in TYPES:
                 macros = kernels.macros(x_type, latents, pooled)
                 made[macros] = source(kernels.SOURCE, dict(macros))
     build_all(made.values(), arch_of(device))
@@ -121,18 +123,59 @@ def test_norms_and_head_weights():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"projected": torch.zeros(2, 256, dtype=torch.float16)}, "projected is torch.float16"),
+        ({"projected": torch.zeros(2, 256).half()}, "projected is .* torch.float16"),
         ({"scales": torch.ones(384, 1)}, "need scales"),
-        ({"small": torch.zeros(2, 259, dtype=torch.bfloat16)}, "must be float32"),
+        ({"small": torch.zeros(2, 259, dtype=torch.bfloat16)}, "small is .* torch.bfloat16"),
         ({"q_norm": torch.zeros(100)}, "100 query and 156 latent"),
         ({"ape": torch.zeros(3, 128)}, "pools of 3"),
         ({"suhs": (torch.zeros(128).half(),) * 3}, "3 rotations"),
-        ({"kv_norm": torch.zeros(256)[::2]}, "not contiguous"),
+        ({"suhs": (torch.zeros(128),)}, "suh is .* torch.float32"),
+        ({"suhs": (torch.zeros(64).half(),)}, "suh is .64,."),
+        ({"kv_norm": torch.zeros(256)[::2]}, "kv_norm is .* contiguous"),
+        ({"kv_norm": torch.zeros(256)}, "kv_norm is .256,."),
+        ({"k_norm": (torch.zeros(128), torch.zeros(129))}, "bias of k_norm is"),
+        ({"small": torch.zeros(2, 256)}, "256 small products"),
+        ({"latents": torch.zeros(384, 256)}, "latents is .384, 256."),
+        ({"latents": torch.zeros(384, 128).half()}, "latents is .* torch.float16"),
+        ({"pooled": torch.zeros(97, 128)}, "pooled is .97, 128."),
+        ({"ring_keys": torch.zeros(4, 8, 128)}, "ring_keys is .* expected .4, 16, 128."),
+        ({"ring_gates": torch.zeros(4, 32, 128)}, "ring_gates is .* expected .4, 16, 128."),
+        ({"rows": rows_of([0, 1], [5], [1, 1], [[0]] * 2)}, "positions is .1,."),
+        ({"rows": rows_of([0, 1, 2], [5] * 3, [1] * 3, [[0]] * 3)}, "2 rows of 3 sequences"),
+        ({"rows": rows_of([], [], [], [])}, "2 rows of 0 sequences"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_named(change, said):
     with pytest.raises(OpError, match=said):
         kernels.mla_open(**make_inputs(2, 1, dtype=torch.float32) | change)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_rows_are_numbers_of_32_bits(which):
+    inputs = make_inputs(2, 1, dtype=torch.float32)
+    rows = tuple(p.long() if i == which else p for i, p in enumerate(inputs["rows"]))
+    with pytest.raises(OpError, match=r"torch\.int64"):
+        kernels.mla_open(**inputs | {"rows": rows})
+
+
+@pytest.mark.parametrize("scales", [torch.ones(384, 1).half(), torch.ones(383, 1)])
+def test_scales_of_other_types_or_rows_are_refused(scales):
+    inputs = make_inputs(2, 1, fp8=1, dtype=torch.float32)
+    with pytest.raises(OpError, match="scales is"):
+        kernels.mla_open(**inputs | {"scales": scales})
+
+
+def test_a_cache_has_the_ring_that_the_kernel_knows():
+    """For every pool that the kernel takes; those of 16 tokens have a longer one."""
+    assert {ring_tokens(pool) for pool in (1, 2, 4, kernels.MAX_POOL)} == {RING}
+    assert ring_tokens(2 * kernels.MAX_POOL) != RING
+
+
+def test_whole_numbers_are_passed_as_the_floats_they_stand_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(kernels.Program, "launch", lambda *call: asked.append(call[3]))
+    kernels.mla_open(**make_inputs(1, 1, dtype=torch.float32) | {"eps": (0, 1)})
+    assert repr(asked[0][-3:]) == "(0.0, 1.0, 2)"
 
 
 @pytest.mark.parametrize(("M", "phases"), [(1, [2]), (13, [2]), (14, [0, 1]), (40, [0, 1])])
@@ -177,7 +220,7 @@ def test_float8_latents(gpu, B, M, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", kernels.TYPES, ids=str)
+@pytest.mark.parametrize("kind", TYPES, ids=str)
 def test_norms_and_pooled_keys_of_every_type(gpu, kind):
     inputs = case(3, 4, NANO)
     for name in ("q_norm", "ape", "pooled"):

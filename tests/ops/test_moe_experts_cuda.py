@@ -10,10 +10,10 @@ from emberbox.ops import ahead
 from emberbox.ops import check as checks
 from emberbox.ops.check import expected_of
 from emberbox.ops.inputs import Random
-from emberbox.ops.launch import Program, arch_of
+from emberbox.ops.launch import TYPES, Program, arch_of
 from emberbox.ops.linear_exl3 import kernel_cuda as linear_kernels
 from emberbox.ops.linear_exl3 import random_weight
-from emberbox.ops.linear_exl3.kernel_cuda import CODEBOOKS, X_TYPES
+from emberbox.ops.linear_exl3.kernel_cuda import CODEBOOKS
 from emberbox.ops.moe_experts import OP, decode_cuda, make_inputs, prefill_cuda
 from emberbox.ops.moe_experts import kernel_cuda as kernels
 from emberbox.ops.moe_experts.bank import ExpertBank, bank_of
@@ -68,7 +68,7 @@ def gpu():
     sources = {}
     for words, book in {*TWO_BITS, *MIXED, (16, "mul1"), (128, "mul1"), (96, "mcg")}:
         kind = words // 8, CODEBOOKS[book or "3inst"]
-        types = X_TYPES.values() if (words, book) in MIXED else [X_TYPES[torch.float32]]
+        types = TYPES.values() if (words, book) in MIXED else [TYPES[torch.float32]]
         for x_type in types:
             made = [ahead.decode(kind, tiles, x_type) for tiles in (1, 2)]
             for source in (*made, ahead.prefill(kind, x_type, arch)):

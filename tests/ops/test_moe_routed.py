@@ -142,8 +142,9 @@ def test_what_does_not_fit_is_refused_by_name():
     inputs = case(2, 5, 2)
     with pytest.raises(OpError, match=r"\[2, 4\], \[5\]\], top 2; expected \[T, 128\], \[T, 5\]"):
         kernels.moe_routed(**inputs | {"logits": inputs["logits"][:, :4]})
-    with pytest.raises(OpError, match="top 6"):
-        kernels.moe_routed(**inputs | {"top": 6})
+    for top in (0, 6):
+        with pytest.raises(OpError, match=f"top {top}"):
+            kernels.moe_routed(**inputs | {"top": top})
     with pytest.raises(OpError, match=r"logits torch\.bfloat16, bias torch\.float32"):
         kernels.moe_routed(**inputs | {"logits": inputs["logits"].bfloat16()})
 

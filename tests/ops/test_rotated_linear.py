@@ -144,6 +144,18 @@ def test_rows_are_taken_by_sixteen(T, rows, monkeypatch):
         at += count
 
 
+def test_a_bank_that_is_made_at_the_call_is_waited_for(monkeypatch):
+    """Its words are read before the launch's turn, when they might not be written yet."""
+    done = []
+    monkeypatch.setattr(Program, "launch", lambda *_: done.append("launched"))
+    monkeypatch.setattr(linear_kernels, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernels, "settle", lambda device: done.append(device))
+    rotated, bank = case(1, 128, (128,))
+    kernels.rotated_linear(rotated, bank, torch.float32)
+    kernels.rotated_linear(rotated, bank_of(bank), torch.float32)
+    assert done == [rotated.device, "launched", "launched"]
+
+
 def test_what_does_not_fit_is_refused_by_name():
     rotated, bank = case(2, 256, (128, 256))
     other, _ = case(2, 128, (128, 256))

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from emberbox.errors import OpError
-from emberbox.ops.launch import Program, arch_of, source
+from emberbox.ops.launch import STEP_TYPES, Program, arch_of, source
 from emberbox.ops.sample_rows import CUTS, OP, Changes, Cuts, make_inputs
-from emberbox.ops.sample_rows.kernel_cuda import SOURCE, X_TYPES, sample_rows
+from emberbox.ops.sample_rows.kernel_cuda import SOURCE, sample_rows
 from tests.helpers.gpu import build_all, gpu_or_skip
 from tests.helpers.guarded import FILLS, Guarded
 
 VOCABULARY = 154_880
 LAST = 1 - 2**-53
 UNIFORMS = (0.0, 0.1, 0.25, 0.5, 0.77, 0.999)
-DTYPES = pytest.mark.parametrize("dtype", X_TYPES, ids=str)
+DTYPES = pytest.mark.parametrize("dtype", STEP_TYPES, ids=str)
 CUT = (
     Cuts(1.0),
     Cuts(1e-9, 300, 0.77),
@@ -24,6 +24,7 @@ CUT = (
     Cuts(100.0, 0, 0.95, 0.3),
     Cuts(0.3, 1000, 0.5),
     Cuts(1.0, 3, 1e-30),
+    Cuts(1.0, 0, 0.0),
     Cuts(1.0, 0, 1.0, 1.0),
     Cuts(0.0),
 )
@@ -32,7 +33,7 @@ CUT = (
 @pytest.fixture(scope="module")
 def gpu():
     device = gpu_or_skip()
-    build_all((source(SOURCE, {"X_TYPE": x}) for x in X_TYPES.values()), arch_of(device))
+    build_all((source(SOURCE, {"X_TYPE": x}) for x in STEP_TYPES.values()), arch_of(device))
     return device
 
 
@@ -84,6 +85,13 @@ def test_temperature_zero_is_the_first_of_the_best_after_changes():
     assert OP.reference(rows, (0.0, 0.0), Cuts(), changes).tolist() == [2, 2]
     less = changes._replace(counts=torch.tensor([0.0, 1.0, 0.0, 0.0]).double())
     assert OP.reference(rows, (0.0, 0.0), Cuts(), less).tolist() == [1, 2]
+
+
+def test_a_share_of_nothing_keeps_the_first():
+    rows = torch.tensor([[1.0, 1.5, 0.5, 1.5]])
+    for top_p in (0.0, 1e-300):
+        assert OP.reference(rows, (LAST,), Cuts(1.0, 0, top_p), Changes()).tolist() == [1]
+    assert 0.0 in [top_p for _, top_p, _ in CUTS]
 
 
 def test_a_penalty_is_not_rounded_to_single_precision():

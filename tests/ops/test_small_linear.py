@@ -85,8 +85,12 @@ def test_what_does_not_fit_is_refused_by_name():
         kernels.small_linear(x, weight[:, :8])
     with pytest.raises(OpError, match=r"x has 12 channels, the weight 12; .* multiple of 8"):
         kernels.small_linear(*case(2, 3, 12))
-    with pytest.raises(OpError, match=r"weight is torch\.float64"):
+    with pytest.raises(OpError, match=r"weight is .* torch\.float64"):
         kernels.small_linear(x, weight.double())
+    with pytest.raises(OpError, match=r"x is torch\.float64"):
+        kernels.small_linear(x.double(), weight)
+    with pytest.raises(OpError, match=r"weight is .* contiguous"):
+        kernels.small_linear(x, weight.T.contiguous().T)  # read before the turn: not copied
     shifted = torch.zeros(3 * 16 + 1, dtype=torch.bfloat16)[1:].view(3, 16)
     with pytest.raises(OpError, match="weight begins at 0x"):
         kernels.small_linear(x, shifted)
@@ -122,10 +126,11 @@ def test_a_row_gives_the_same_alone_and_among_others(gpu, K):
 
 
 @pytest.mark.gpu
-def test_any_strides_and_no_rows(gpu):
-    x, weight = case(3, 6, 256)
-    parts = x[:, ::2], weight[::2, ::2]
-    assert torch.equal(run(*parts), run(*(part.contiguous() for part in parts)))
+def test_any_strides_of_rows_and_no_rows(gpu):
+    x, weight = case(3, 6, 128)
+    columns = x.cuda().T.contiguous().T
+    assert not columns.is_contiguous()
+    assert torch.equal(kernels.small_linear(columns, weight.cuda()).cpu(), run(x, weight))
     assert run(x[:0], weight).shape == (0, 6)
 
 

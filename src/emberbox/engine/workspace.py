@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from emberbox.model.batch import MAX_VERIFY_TOKENS
 from emberbox.model.config import TextConfig, VisionConfig
 from emberbox.model.layers import ROWS
+from emberbox.ops.index_choose import MAX_SCORES
+from emberbox.ops.mla_decode import MAX_QUERIES
 from emberbox.ops.moe_experts import PREFILL_TOKENS
 from emberbox.settings import EngineSettings
 
@@ -18,8 +20,6 @@ from emberbox.settings import EngineSettings
 # activation, W of a float32 or wider; S streams, C latent width, Di indexer head width
 ATTENTION_BLOCK_BYTES = 3 * 16 * 1024**2  # gathered latents, their logits and softmax
 CHUNK, GPU_CHUNK = 16, 64  # tokens of one solve in ops/kda_chunk
-QUERIES = 1024  # that ops/mla_decode takes at once
-SCORES = 1 << 24  # that ops/index_choose holds at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _absorbed(text: TextConfig, B: int, n: int, length: int) -> int:
     """
     P = _pools(text, length)
     latents = text.num_attention_heads * (text.kv_lora_rank * (B + 4) + 8)
-    return min(n, QUERIES) * latents + max(P, min(n * P, SCORES)) * 4
+    return min(n, MAX_QUERIES) * latents + max(P, min(n * P, MAX_SCORES)) * 4
 
 
 def _pools(text: TextConfig, length: int) -> int:

@@ -19,10 +19,9 @@ from emberbox.model.batch import MAX_VERIFY_TOKENS, Span
 from emberbox.model.config import PAGE_TOKENS, TextConfig
 from emberbox.model.steps import Part, Steps, in_parts
 from emberbox.ops.fp8_rows import BLOCK as SCALE_BLOCK
+from emberbox.ops.fp8_rows import FP8 as FP8
 from emberbox.ops.fp8_rows import dequantise_rows, quantise_rows
 from emberbox.ops.table import OpTable
-
-FP8 = torch.float8_e4m3fn
 
 
 def ring_tokens(pool: int) -> int:

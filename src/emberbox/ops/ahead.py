@@ -7,15 +7,17 @@ second or two for each kernel.
 
 from collections.abc import Iterator
 
+import torch
+
 from emberbox.formats.trellis import RATES, is_half_rate
 from emberbox.ops.build import Source
-from emberbox.ops.launch import source
+from emberbox.ops.launch import TYPES, source
 from emberbox.ops.linear_exl3.kernel_cuda import CODEBOOKS, SOURCE, gemm_step
 from emberbox.ops.moe_experts.decode_cuda import SOURCE as DECODE_SOURCE
 from emberbox.ops.moe_experts.prefill_cuda import SOURCE as PREFILL_SOURCE
 
 MAX_WORDS = 96  # 6 bits a weight
-BFLOAT16, FLOAT32 = 2, 0
+BFLOAT16, FLOAT32 = TYPES[torch.bfloat16], TYPES[torch.float32]
 ROW_TILES = (1, 2)  # up to 8 rows, up to 16
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 
+import torch
+
 from emberbox.ops.ahead import BFLOAT16, FLOAT32, ROW_TILES, decode, kinds
 from emberbox.ops.build import Source
 from emberbox.ops.greedy_rows.kernel_cuda import SOURCE as GREEDY_ROWS
@@ -16,7 +18,7 @@ from emberbox.ops.hyper_open.kernel_cuda import SOURCE as HYPER_OPEN
 from emberbox.ops.index_choose.kernel_cuda import SOURCE as INDEX_CHOOSE
 from emberbox.ops.kda_apply.kernel_cuda import SOURCE as KDA_APPLY
 from emberbox.ops.kda_decode.kernel_cuda import SOURCE as KDA_DECODE
-from emberbox.ops.launch import source
+from emberbox.ops.launch import TYPES, source
 from emberbox.ops.linear_exl3.kernel_cuda import CODEBOOKS
 from emberbox.ops.mla_decode.kernel_cuda import ATTEND, PRODUCTS
 from emberbox.ops.mla_open.kernel_cuda import SOURCE as MLA_OPEN
@@ -26,7 +28,7 @@ from emberbox.ops.sample_rows.kernel_cuda import SOURCE as SAMPLE_ROWS
 from emberbox.ops.small_linear.kernel_cuda import SOURCE as SMALL_LINEAR
 from emberbox.ops.swiglu_open.kernel_cuda import SOURCE as SWIGLU_OPEN
 
-FLOAT16 = 1  # of kv_b beside weights in EXL3
+FLOAT16 = TYPES[torch.float16]  # of kv_b beside weights in EXL3
 # Latent attention of the released model and of ember-nano.
 SHAPES = (
     {"HEADS": 64, "KEY": 256, "VALUE": 256, "LATENT": 512},

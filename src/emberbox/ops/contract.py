@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from emberbox.errors import OpError
 
@@ -90,3 +91,16 @@ def require(condition: bool, message: str, *values: object) -> None:
     """Raise OpError(message.format(*values)) unless `condition` holds."""
     if not condition:
         raise OpError(message.format(*values))
+
+
+def expect(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """Raise OpError unless the tensor is contiguous and as it is said to be.
+
+    Weights are held to it rather than converted: a kernel reads them before its turn (take_turn in
+    gemv.cuh), when what was written just before may not be seen.
+    """
+    require(
+        tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous(),
+        "{} is {} of {}, expected {} of {}, contiguous",
+        *(name, tuple(tensor.shape), tensor.dtype, shape, " or ".join(map(str, dtypes))),
+    )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 BLOCK = 128  # channels of one scale
 MAX = 448.0  # largest value of e4m3
+FP8 = torch.float8_e4m3fn
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,7 +19,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = _blocks(x.to(torch.promote_types(x.dtype, torch.float32)))
     largest = blocks.abs().amax(-1)
     scales = torch.where(largest == 0, 1.0, largest / MAX).float()
-    codes = (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    codes = (blocks / scales.unsqueeze(-1)).to(FP8)
     return codes.flatten(-2), scales
 
 

@@ -21,6 +21,9 @@ THREADS = 256  # of a block, where its kernel says nothing else
 WARPS = THREADS // 32
 OVERLAP_CAPABILITY = (9, 0)
 DEFAULT_SHARED = 40 << 10  # bytes that a block of ours may ask for without more ado
+# Values of the macros that name a type (activations.cuh), and those of kernels without float16.
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+STEP_TYPES = {dtype: TYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
 Macros = tuple[tuple[str, int], ...]
 
 
@@ -93,6 +96,12 @@ def arch_of(device: torch.device) -> str:
     """Such as "sm_90"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what a device was asked for, if it works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @cache

@@ -4,15 +4,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from emberbox.ops.contract import expect
 from emberbox.ops.hyper_open.kernel_cuda import (
     check_streams,
-    check_weight,
     outputs_for,
     spread_arguments,
     three,
 )
-from emberbox.ops.launch import Program
-from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
+from emberbox.ops.launch import TYPES, Program
 
 SOURCE = Path(__file__).with_name("hyper_close.cu")
 MEAN_BYTES = 4  # of a channel, in shared memory
@@ -30,11 +29,11 @@ def hyper_close(  # noqa: PLR0913  three ops in one
     """As the contract says, for 4 streams of whole Hadamard blocks. Raises OpError for others."""
     check_streams("hyper_close", streams, ys, suhs)
     T, _, H = streams.shape
-    check_weight("hyper_close", norm, (H,), X_TYPES)
+    expect("hyper_close: a weight", norm, (H,), *TYPES)
     hidden, rotated = outputs_for(streams, len(suhs))
     if T == 0:
         return hidden, rotated
-    macros = (("X_TYPE", X_TYPES[streams.dtype]), ("NORM_TYPE", X_TYPES[norm.dtype]))
+    macros = (("X_TYPE", TYPES[streams.dtype]), ("NORM_TYPE", TYPES[norm.dtype]))
     args = (*spread_arguments(streams, ys, post, mix), norm, *three(suhs), hidden, rotated)
     sizes = (T, H, len(suhs), float(eps))
     program = Program(SOURCE, macros, streams.device)

@@ -3,17 +3,15 @@
 Made for a decode step of a few tokens; takes any number.
 """
 
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from emberbox.formats.exl3 import BLOCK
-from emberbox.ops.contract import require
+from emberbox.ops.contract import expect, require
 from emberbox.ops.hyper_open import MAX_RESULTS, MAX_SCALES, STREAMS
-from emberbox.ops.launch import Program, num_multiprocessors
-from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
+from emberbox.ops.launch import TYPES, Program, num_multiprocessors
 from emberbox.ops.scratch import scratch
 
 SOURCE = Path(__file__).with_name("hyper_open.cu")
@@ -47,7 +45,7 @@ def hyper_open(  # noqa: PLR0913  four ops in one
     if T == 0:
         return x, rotated, next_post, next_mix
     types = {"X_TYPE": streams.dtype, "FN_TYPE": fn.dtype, "NORM_TYPE": norm.dtype}
-    macros = tuple((name, X_TYPES[dtype]) for name, dtype in types.items())
+    macros = tuple((name, TYPES[dtype]) for name, dtype in types.items())
     program = Program(SOURCE, macros, device)
     partial = scratch("hyper", T * NUM_SUMS * (H // COLUMNS), wide, device)
     spread = spread_arguments(streams, ys, post, mix)
@@ -68,11 +66,11 @@ def check_streams(
     """Raises OpError where kernels of streams cannot take them; name: of the op."""
     T, S, H = streams.shape
     require(
-        streams.dtype in X_TYPES and streams.is_contiguous(),
+        streams.dtype in TYPES and streams.is_contiguous(),
         "{}: streams are {}, expected contiguous ones of {}",
         name,
         streams.dtype,
-        list(X_TYPES),
+        list(TYPES),
     )
     require(S == STREAMS and H % BLOCK == 0, "{}: {} streams of {}, not 4 x 128 n", name, S, H)
     require(len(ys) <= MAX_RESULTS, "{}: {} results, at most 2", name, len(ys))
@@ -82,18 +80,7 @@ def check_streams(
         found = tuple(y.shape), y.dtype
         require(found == expected, "{}: a result is {}, expected {}", name, found, expected)
     for suh in suhs:
-        check_weight(name, suh, (H,), (torch.float16,))
-
-
-def check_weight(
-    name: str, weight: Tensor, shape: tuple[int, ...], dtypes: Collection[torch.dtype]
-) -> None:
-    """Raises OpError for one that would have to be copied: kernels read it before their turn."""
-    require(
-        tuple(weight.shape) == shape and weight.dtype in dtypes and weight.is_contiguous(),
-        "{}: a weight is {} {}, expected a contiguous one of {} in {}",
-        *(name, tuple(weight.shape), weight.dtype, shape, list(dtypes)),
-    )
+        expect(f"{name}: a weight", suh, (H,), torch.float16)
 
 
 def outputs_for(streams: Tensor, num_scales: int) -> tuple[Tensor, Tensor]:
@@ -128,9 +115,9 @@ def _check_weights(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, nor
     _, S, H = streams.shape
     rows = (S + 2) * S
     for vector, size in ((base, rows), (scale, 3)):
-        check_weight("hyper_open", vector, (size,), (torch.float32,))
-    check_weight("hyper_open", fn, (rows, S * H), X_TYPES)
-    check_weight("hyper_open", norm, (H,), X_TYPES)
+        expect("hyper_open: a weight", vector, (size,), torch.float32)
+    expect("hyper_open: a weight", fn, (rows, S * H), *TYPES)
+    expect("hyper_open: a weight", norm, (H,), *TYPES)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from emberbox.ops.index_choose.reference import PAGE, index_choose
 from emberbox.ops.inputs import Random
 
 POOL, DIM = 4, 128
+MAX_SCORES = 1 << 24  # that a kernel holds at a time
 
 
 def make_inputs(

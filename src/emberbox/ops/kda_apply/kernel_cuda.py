@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from emberbox.ops.contract import require
-from emberbox.ops.kda_decode.kernel_cuda import TAPS, X_TYPES, D, expect
-from emberbox.ops.launch import Program
+from emberbox.ops.contract import expect, require
+from emberbox.ops.kda_decode.kernel_cuda import TAPS, D
+from emberbox.ops.launch import STEP_TYPES, Program
 
 SOURCE = Path(__file__).with_name("kda_apply.cu")
 BLOCKS_PER_HEAD = 2
@@ -24,10 +24,10 @@ def kda_apply(
     conv, L, B = pending[0], len(states), len(slots)
     N, H, T = states.shape[1], states.shape[2], conv.shape[1]
     require(
-        history.dtype in X_TYPES,
+        history.dtype in STEP_TYPES,
         "kda_apply: history is {}, expected {}",
         history.dtype,
-        list(X_TYPES),
+        list(STEP_TYPES),
     )
     require(0 < B <= T and T % B == 0, "kda_apply: {} rows for {} sequences", T, B)
     expect("kda_apply: states", states, (L, N, H, D, D), torch.float32)
@@ -37,7 +37,7 @@ def kda_apply(
         expect(f"kda_apply: pending {name}", each, (L, T, H, D), torch.float32)
     for name, each in (("slots", slots), ("accepted", accepted)):
         expect(f"kda_apply: {name}", each, (B,), torch.int32)
-    program = Program(SOURCE, (("X_TYPE", X_TYPES[history.dtype]),), states.device)
+    program = Program(SOURCE, (("X_TYPE", STEP_TYPES[history.dtype]),), states.device)
     program.launch(
         "kda_apply",
         L * B * H * BLOCKS_PER_HEAD,

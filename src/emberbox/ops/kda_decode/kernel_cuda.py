@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from emberbox.ops.contract import require
+from emberbox.ops.contract import expect, require
 from emberbox.ops.kda_decode.reference import Four, Pair, Weights
-from emberbox.ops.launch import Program
+from emberbox.ops.launch import STEP_TYPES, Program
 
 SOURCE = Path(__file__).with_name("kda_decode.cu")
 D = 128
@@ -20,7 +20,6 @@ TAPS = 4
 BLOCK = 512  # threads
 MAX_TOKENS = 8
 MAX_RANK = 512
-X_TYPES = {torch.float32: 0, torch.bfloat16: 2}
 # Of shared memory: numbers of a token; of the partial sums and of one change.
 TOKEN_FLOATS, FLOATS = 6 * D + 4, 16 * (2 * D + 8) + D
 PAD = 32
@@ -34,27 +33,23 @@ def kda_decode(
     rows: Pair,
     constants: tuple[float, float],
 ) -> Tensor:
-    """All on one CUDA device; qkv float32 or bfloat16. Raises OpError for other types or shapes.
-
-    Weights in other types than those of `ready_weights`, f_b and g_b in another than qkv's, are
-    converted at each call.
+    """All on one CUDA device; qkv float32 or bfloat16. Raises OpError for other types or shapes,
+    and for weights that are not as `ready_weights` makes them: they are read before the turn.
     """
     qkv = inputs[0]
-    f_b, g_b, *others = ready_weights(weights)
-    f_b, g_b = f_b.to(qkv.dtype), g_b.to(qkv.dtype)
     sizes = _sizes(qkv, weights, rows)
-    _check(inputs, (f_b, g_b, *others), sizes)
+    _check(inputs, weights, sizes)
     _check_held(qkv, cache, pending, rows, sizes)
     M, H, R = sizes
     is_rotated = weights[6] is not None
     result = torch.float16 if is_rotated else qkv.dtype
     y = torch.empty(len(qkv), H * D, dtype=result, device=qkv.device)
-    macros = (("X_TYPE", X_TYPES[qkv.dtype]), ("TOKENS", 1 if M == 1 else MAX_TOKENS))
+    macros = (("X_TYPE", STEP_TYPES[qkv.dtype]), ("TOKENS", 1 if M == 1 else MAX_TOKENS))
     program = Program(SOURCE, macros, qkv.device)
     program.launch(
         "kda_decode",
         len(rows[0]) * H,
-        (*inputs, f_b, g_b, *others, *cache, *pending, *rows, y, M, H, R, *constants),
+        (*inputs, *weights, *cache, *pending, *rows, y, M, H, R, *map(float, constants)),
         4 * (M * TOKEN_FLOATS + FLOATS) + M * (2 * R + PAD) * qkv.element_size(),
         threads=BLOCK,
     )
@@ -62,7 +57,8 @@ def kda_decode(
 
 
 def ready_weights(weights: Weights) -> Weights:
-    """As the kernel reads them, but f_b and g_b: theirs is the activations' dtype."""
+    """As the kernel reads them; f_b and g_b, which it wants in the activations' type, stay in their
+    own: those of a network have it."""
     f_b, g_b, conv, A_log, dt_bias, o_norm, suh = weights
     return (
         f_b.contiguous(),
@@ -75,22 +71,11 @@ def ready_weights(weights: Weights) -> Weights:
     )
 
 
-def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise OpError unless the tensor is contiguous and as it is said to be."""
-    require(
-        tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous(),
-        "{} is {} of {}, expected {} of {}, contiguous",
-        name,
-        tuple(tensor.shape),
-        tensor.dtype,
-        shape,
-        dtype,
-    )
-
-
 def _sizes(qkv: Tensor, weights: Weights, rows: Pair) -> tuple[int, int, int]:
     """M, H, R."""
-    require(qkv.dtype in X_TYPES, "kda_decode: qkv is {}, expected {}", qkv.dtype, list(X_TYPES))
+    require(
+        qkv.dtype in STEP_TYPES, "kda_decode: qkv is {}, expected {}", qkv.dtype, list(STEP_TYPES)
+    )
     T, B, R = len(qkv), len(rows[0]), weights[0].shape[-1]
     require(
         0 < B <= T <= MAX_TOKENS * B and T % B == 0,
@@ -108,11 +93,12 @@ def _sizes(qkv: Tensor, weights: Weights, rows: Pair) -> tuple[int, int, int]:
     return T // B, len(weights[3]), R
 
 
-def _check(inputs: Pair, weights: tuple[Tensor | None, ...], sizes: tuple[int, int, int]) -> None:
+def _check(inputs: Pair, weights: Weights, sizes: tuple[int, int, int]) -> None:
     (qkv, small), (_, H, R) = inputs, sizes
     wide, dtype, T = torch.float32, qkv.dtype, len(qkv)
     expect("kda_decode: qkv", qkv, (T, 3 * H * D), dtype)
     expect("kda_decode: small", small, (T, 2 * R + H), wide)
+    *others, suh = weights
     wanted = (
         ("f_b", (H * D, R), dtype),
         ("g_b", (H * D, R), dtype),
@@ -120,11 +106,11 @@ def _check(inputs: Pair, weights: tuple[Tensor | None, ...], sizes: tuple[int, i
         ("A_log", (H,), wide),
         ("dt_bias", (H * D,), wide),
         ("o_norm", (D,), wide),
-        ("suh", (H * D,), torch.float16),
     )
-    for weight, (name, shape, kind) in zip(weights, wanted, strict=True):
-        if weight is not None:
-            expect(f"kda_decode: {name}", weight, shape, kind)
+    for weight, (name, shape, kind) in zip(others, wanted, strict=True):
+        expect(f"kda_decode: {name}", weight, shape, kind)
+    if suh is not None:
+        expect("kda_decode: suh", suh, (H * D,), torch.float16)
 
 
 def _check_held(

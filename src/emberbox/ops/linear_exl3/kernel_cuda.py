@@ -12,7 +12,7 @@ from torch import Tensor
 from emberbox.formats import exl3
 from emberbox.formats.base import QuantTensor
 from emberbox.ops.contract import require
-from emberbox.ops.launch import WARPS, Program, arch_of, num_multiprocessors
+from emberbox.ops.launch import TYPES, WARPS, Program, arch_of, num_multiprocessors
 from emberbox.ops.prepared import LANES, prepared
 from emberbox.ops.scratch import counters, scratch
 
@@ -23,17 +23,16 @@ BLOCK_ROWS = 128
 GEMM_SHARED = 24 << 10  # bytes for each k-tile of a stage
 WIDE_ARCHS = ("sm_90", "sm_100", "sm_103")  # with memory for two blocks of four k-tiles
 BLOCKS_PER_MULTIPROCESSOR = 2
-X_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
 def linear_exl3(x: Tensor, weight: QuantTensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] float32, float16 or bfloat16 on a CUDA device -> [..., N] in x's dtype.
 
-    Raises OpError for another type, another width or a weight that is elsewhere.
+    Raises OpError for another type, another width, a weight that is elsewhere or another's bias.
     """
     outputs, inputs = weight.shape
-    require(x.dtype in X_TYPES, "linear_exl3: x is {}, expected one of {}", x.dtype, list(X_TYPES))
+    require(x.dtype in TYPES, "linear_exl3: x is {}, expected one of {}", x.dtype, list(TYPES))
     require(
         x.shape[-1] == inputs,
         "linear_exl3: x has {} channels, the weight {}",
@@ -42,6 +41,11 @@ def linear_exl3(x: Tensor, weight: QuantTensor, bias: Tensor | None = None) -> T
     )
     require(
         weight.device == x.device, "linear_exl3: x on {}, the weight on {}", x.device, weight.device
+    )
+    require(
+        bias is None or bias.shape == (outputs,),
+        "linear_exl3: a bias of other outputs than the weight's {}",
+        outputs,
     )
     rows = x.reshape(-1, inputs).contiguous()
     y = torch.empty(len(rows), outputs, dtype=x.dtype, device=x.device)
@@ -116,6 +120,6 @@ def _program(x: Tensor, weight: QuantTensor, row_tiles: int = 1) -> Program:
         "CODEBOOK": codebook_number(weight),
         "ROW_TILES": row_tiles,
         "STEP": gemm_step(arch_of(x.device)),
-        "X_TYPE": X_TYPES[x.dtype],
+        "X_TYPE": TYPES[x.dtype],
     }
     return Program(SOURCE, tuple(macros.items()), x.device)

@@ -15,6 +15,8 @@ from emberbox.ops.fp8_rows import quantise_rows
 from emberbox.ops.inputs import Random
 from emberbox.ops.mla_decode.reference import mla_decode
 
+MAX_QUERIES = 1024  # that a kernel takes at once: 200 MB of working memory, released shapes
+
 
 def make_inputs(  # noqa: PLR0913  sizes of a case
     T: int,

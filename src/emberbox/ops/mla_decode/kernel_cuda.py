@@ -10,20 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from emberbox.ops.contract import require
-from emberbox.ops.launch import Macros, Program, num_multiprocessors
+from emberbox.ops.contract import expect, require
+from emberbox.ops.fp8_rows import FP8
+from emberbox.ops.launch import STEP_TYPES, TYPES, Macros, Program, num_multiprocessors
+from emberbox.ops.mla_decode import MAX_QUERIES
 from emberbox.ops.scratch import scratch
 
 PRODUCTS = Path(__file__).with_name("mla_products.cu")
 ATTEND = Path(__file__).with_name("mla_attend.cu")
-X_TYPES = {torch.float32: 0, torch.bfloat16: 2}
-W_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-FP8 = torch.float8_e4m3fn
 GROUP = 128  # channels of a scale; outputs of a block of `finish`
 TILE_HEADS, RUN_STEP, MAX_RUNS = 16, 64, 64
 ROWS = (1, 2, 4, 8)  # queries that share a block's weights
 BLOCKS_PER_MULTIPROCESSOR = 2
-PIECE = 1024  # queries: 200 MB of working memory at full size
+MAX_KEY, MAX_LATENT = 512, 512  # channels: `absorb_8` has KEY x 8 numbers in static shared memory
 STATS_BYTES = 3 * TILE_HEADS * 4  # of a block: largest logit, sum, factor
 
 
@@ -38,14 +37,16 @@ def mla_decode(  # noqa: PLR0913  as the contract says
 ) -> Tensor:
     """As the contract says; q float32 or bfloat16, everything on one CUDA device.
 
-    Raises OpError for other types and for sizes that the kernels do not take.
+    Raises OpError for other types and for sizes that the kernels do not take: keys are of up to
+    512 channels, latents too.
     """
-    _check(q, kv_b, latents, scales, chosen)
+    _check(q, kv_b, suh)
+    _check_rows(q, kv_b.shape[2], (latents, scales), (chosen, num))
     T, outputs = q.shape[0], kv_b.shape[0] * (kv_b.shape[1] - q.shape[1] // kv_b.shape[0])
     out_type = q.dtype if suh is None else torch.float16
     out = torch.empty(T, outputs, dtype=out_type, device=q.device)
-    for start in range(0, T, PIECE):
-        part = slice(start, start + PIECE)
+    for start in range(0, T, MAX_QUERIES):
+        part = slice(start, start + MAX_QUERIES)
         _attend(q[part], kv_b, (latents, scales), (chosen[part], num[part]), (suh, out[part]))
     return out
 
@@ -55,13 +56,13 @@ def product_macros(x_type: torch.dtype, kv_b: Tensor, width: int) -> Macros:
     heads, both, latent = kv_b.shape
     key = width // heads
     sizes = {"HEADS": heads, "KEY": key, "VALUE": both - key, "LATENT": latent}
-    return (*sizes.items(), ("X_TYPE", X_TYPES[x_type]), ("W_TYPE", W_TYPES[kv_b.dtype]))
+    return (*sizes.items(), ("X_TYPE", STEP_TYPES[x_type]), ("W_TYPE", TYPES[kv_b.dtype]))
 
 
 def attend_macros(x_type: torch.dtype, heads: int, latents: Tensor) -> Macros:
     """Of ATTEND for that many heads over rows like `latents` [R, Cl]."""
     sizes = {"HEADS": heads, "LATENT": latents.shape[1]}
-    return (*sizes.items(), ("X_TYPE", X_TYPES[x_type]), ("FP8", int(latents.dtype is FP8)))
+    return (*sizes.items(), ("X_TYPE", STEP_TYPES[x_type]), ("FP8", int(latents.dtype is FP8)))
 
 
 def _attend(
@@ -114,37 +115,41 @@ def shared_bytes(latent: int, x_type: torch.dtype) -> int:
     return 4 * (2 * TILE_HEADS * (latent + 4) + 2 * TILE_HEADS * TILE_HEADS) + STATS_BYTES
 
 
-def _check(q: Tensor, kv_b: Tensor, latents: Tensor, scales: Tensor | None, chosen: Tensor) -> None:
+def _check(q: Tensor, kv_b: Tensor, suh: Tensor | None) -> None:
     heads, both, latent = kv_b.shape
     key = q.shape[1] // heads
-    require(
-        q.dtype in X_TYPES and kv_b.dtype in W_TYPES and latents.dtype in (q.dtype, FP8),
-        "mla_decode: q is {}, kv_b {}, latents {}; expected q float32 or bfloat16, kv_b of those "
-        "or float16, latents as q or float8_e4m3fn",
-        q.dtype,
-        kv_b.dtype,
-        latents.dtype,
-    )
-    require(
-        (scales is not None) == (latents.dtype is FP8),
-        "mla_decode: float8 latents need scales, others have none",
-    )
-    require(
-        key % 8 == 0 and latent % GROUP == 0 and latent <= 512,
-        "mla_decode: keys of {} and latents of {} channels; the kernels take keys in steps of 8 "
-        "and latents of 128, 256, 384 or 512",
-        key,
-        latent,
-    )
     value = both - key
     require(
-        (value % GROUP == 0 or value == GROUP // 2) and heads * value % GROUP == 0,
+        key in range(8, MAX_KEY + 1, 8) and latent in range(GROUP, MAX_LATENT + 1, GROUP),
+        "mla_decode: keys of {} and latents of {} channels; the kernels take keys in steps of 8 "
+        "up to {} and latents in steps of {} up to {}",
+        *(key, latent, MAX_KEY, GROUP, MAX_LATENT),
+    )
+    require(
+        (value == GROUP // 2 or (value > 0 and value % GROUP == 0)) and heads * value % GROUP == 0,
         "mla_decode: {} heads with values of {} channels; the kernels take 64 or whole 128s, and "
         "whole 128s of all heads",
         heads,
         value,
     )
-    require(chosen.shape[1] > 0, "mla_decode: chosen has no column")
-    parts = {"q": q, "kv_b": kv_b, "latents": latents, "scales": scales, "chosen": chosen}
-    for name, part in parts.items():
-        require(part is None or part.is_contiguous(), "mla_decode: {} must be contiguous", name)
+    expect("mla_decode: q", q, (len(q), heads * key), *STEP_TYPES)
+    expect("mla_decode: kv_b", kv_b, (heads, both, latent), *TYPES)
+    if suh is not None:
+        expect("mla_decode: suh", suh, (heads * value,), torch.float16)
+
+
+def _check_rows(
+    q: Tensor, latent: int, cache: tuple[Tensor, Tensor | None], rows: tuple[Tensor, Tensor]
+) -> None:
+    """latent: channels of one; cache (latents, scales); rows (chosen, num)."""
+    (latents, scales), (chosen, num) = cache, rows
+    expect("mla_decode: latents", latents, (len(latents), latent), q.dtype, FP8)
+    require(
+        (scales is not None) == (latents.dtype is FP8),
+        "mla_decode: float8 latents need scales, others have none",
+    )
+    if scales is not None:
+        expect("mla_decode: scales", scales, (len(latents), latent // GROUP), torch.float32)
+    require(chosen.shape[-1] > 0, "mla_decode: chosen has no column")
+    expect("mla_decode: chosen", chosen, (len(q), chosen.shape[-1]), torch.int32)
+    expect("mla_decode: num", num, (len(q),), torch.int32)

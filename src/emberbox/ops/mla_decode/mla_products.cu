@@ -11,14 +11,14 @@ constexpr float LOWEST = -3.4e38f;
 
 // Four neighbouring weights.
 template <int TYPE>
-struct Four {
+struct FourWeights {
   typedef uint2 word;
 };
 template <>
-struct Four<FLOAT32> {
+struct FourWeights<FLOAT32> {
   typedef float4 word;
 };
-typedef Four<W_TYPE>::word Weights;
+typedef FourWeights<W_TYPE>::word Weights;
 constexpr int WEIGHT_REGISTERS = sizeof(Weights) / 4;
 
 __device__ __forceinline__ float4 values_of(float4 w) { return w; }

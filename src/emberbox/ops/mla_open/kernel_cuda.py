@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from emberbox.ops.contract import require
-from emberbox.ops.launch import Macros, Program
-from emberbox.ops.mla_open.reference import PAGE_TOKENS, RING
+from emberbox.ops.contract import expect, require
+from emberbox.ops.fp8_rows import FP8
+from emberbox.ops.launch import STEP_TYPES, TYPES, Macros, Program
+from emberbox.ops.mla_open.reference import RING
 
 SOURCE = Path(__file__).with_name("mla_open.cu")
-TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-X_TYPES = {torch.float32: 0, torch.bfloat16: 2}
-FP8 = torch.float8_e4m3fn
 GROUP = 128  # channels of a warp, and of an indexer key
 MAX_QUERY, MAX_LATENT, MAX_POOL = 2048, 1024, 8
+MAX_SUHS = 2
+NORMS = ("q_norm", "kv_norm", "weight of k_norm", "bias of k_norm", "ape")
 BUT_RING, RING_ONLY, ALL_AT_ONCE = range(3)
 
 
@@ -45,18 +45,17 @@ def mla_open(  # noqa: PLR0913  as the contract says
     Hi, B = small.shape[1] - 2 * Di, rows[0].shape[0]
     norms = (q_norm, kv_norm, *k_norm, ape)
     cache = (latents, scales, pooled, ring_keys, ring_gates)
-    _check_types(projected, small, cache, norms)
-    _check_sizes(projected, Rq, (pool, Di), B, len(suhs))
-    for part in (projected, small, *norms, *rows, *suhs, *(p for p in cache if p is not None)):
-        require(part.is_contiguous(), "mla_open: a tensor of {} is not contiguous", part.shape)
+    _check_sizes(projected, small, Rq, (pool, Di), B)
+    _check_inputs(projected, small, norms, rows, suhs)
+    _check_cache(projected, cache, (width - Rq, pool))
     q_latent = torch.empty(T, Rq, dtype=projected.dtype, device=projected.device)
     rotated = torch.empty(len(suhs), T, Rq, dtype=torch.float16, device=projected.device)
     weights = torch.empty(T, Hi, dtype=torch.float32, device=projected.device)
     if T:
         types = sum(TYPES[norm.dtype] << 2 * i for i, norm in enumerate(norms))
-        outputs = (*suhs, *(None,) * (2 - len(suhs)), q_latent, rotated, weights)
+        outputs = (*suhs, *(None,) * (MAX_SUHS - len(suhs)), q_latent, rotated, weights)
         M = T // B
-        sizes = (T, M, rows[3].shape[1], Rq, width - Rq, Hi, pool, *eps)
+        sizes = (T, M, rows[3].shape[1], Rq, width - Rq, Hi, pool, *map(float, eps))
         program = Program(
             SOURCE, macros(projected.dtype, latents.dtype, pooled.dtype), projected.device
         )
@@ -69,60 +68,68 @@ def mla_open(  # noqa: PLR0913  as the contract says
 
 def macros(x_type: torch.dtype, latent_type: torch.dtype, pooled_type: torch.dtype) -> Macros:
     """Of the program for activations, latents and pooled keys of those types."""
-    types = {"X_TYPE": X_TYPES[x_type], "P_TYPE": TYPES[pooled_type]}
+    types = {"X_TYPE": STEP_TYPES[x_type], "P_TYPE": TYPES[pooled_type]}
     return (*types.items(), ("FP8", int(latent_type is FP8)))
 
 
-def _check_types(
-    projected: Tensor,
-    small: Tensor,
-    cache: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
-    norms: tuple[Tensor, ...],
-) -> None:
-    latents, scales, pooled, *ring = cache
+def _check_sizes(projected: Tensor, small: Tensor, Rq: int, ape: tuple[int, int], B: int) -> None:
+    (T, width), (pool, Di) = projected.shape, ape
+    latent = width - Rq
     require(
-        projected.dtype in X_TYPES and latents.dtype in (projected.dtype, FP8),
-        "mla_open: projected is {}, latents {}; expected float32 or bfloat16, latents as that or "
-        "float8_e4m3fn",
-        projected.dtype,
-        latents.dtype,
-    )
-    require(
-        (scales is not None) == (latents.dtype is FP8),
-        "mla_open: float8 latents need scales, others have none",
-    )
-    require(
-        all(part.dtype is torch.float32 for part in (small, *ring)),
-        "mla_open: small products and the ring must be float32",
-    )
-    require(
-        all(part.dtype in TYPES for part in (pooled, *norms)),
-        "mla_open: pooled keys and norms must be one of {}",
-        list(TYPES),
-    )
-
-
-def _check_sizes(projected: Tensor, Rq: int, ape: tuple[int, int], B: int, num_suhs: int) -> None:
-    latent, (pool, Di) = projected.shape[1] - Rq, ape
-    require(
-        Rq % GROUP == 0 and Rq <= MAX_QUERY and latent % GROUP == 0 and latent <= MAX_LATENT,
+        Rq in range(GROUP, MAX_QUERY + 1, GROUP) and latent in range(GROUP, MAX_LATENT + 1, GROUP),
         "mla_open: {} query and {} latent channels; the kernel takes whole 128s up to {} and {}",
-        Rq,
-        latent,
-        MAX_QUERY,
-        MAX_LATENT,
+        *(Rq, latent, MAX_QUERY, MAX_LATENT),
     )
     require(
-        Di == GROUP and PAGE_TOKENS % pool == 0 and pool <= MAX_POOL,
+        Di == GROUP and pool in (1, 2, 4, MAX_POOL),
         "mla_open: keys of {} channels in pools of {}; the kernel takes 128, and pools of 1, 2, "
         "4 or 8",
         Di,
         pool,
     )
     require(
-        projected.shape[0] % B == 0 and num_suhs <= 2,
-        "mla_open: {} rows of {} sequences, {} rotations; expected whole sequences, at most 2",
-        projected.shape[0],
-        B,
-        num_suhs,
+        T // max(1, B) * B == T and small.shape[1] > 2 * Di,
+        "mla_open: {} rows of {} sequences, {} small products; expected whole sequences, more than "
+        "{}",
+        *(T, B, small.shape[1], 2 * Di),
     )
+
+
+def _check_cache(
+    projected: Tensor,
+    cache: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    sizes: tuple[int, int],
+) -> None:
+    """sizes: channels of a latent, tokens of a pool."""
+    (latents, scales, pooled, *ring), (latent, pool), R = cache, sizes, len(cache[0])
+    expect("mla_open: latents", latents, (R, latent), projected.dtype, FP8)
+    require(
+        (scales is not None) == (latents.dtype is FP8),
+        "mla_open: float8 latents need scales, others have none",
+    )
+    if scales is not None:
+        expect("mla_open: scales", scales, (R, latent // GROUP), torch.float32)
+    expect("mla_open: pooled", pooled, (R // pool, GROUP), *TYPES)
+    for name, part in zip(("ring_keys", "ring_gates"), ring, strict=True):
+        expect(f"mla_open: {name}", part, (len(ring[0]), RING, GROUP), torch.float32)
+
+
+def _check_inputs(
+    projected: Tensor,
+    small: Tensor,
+    norms: tuple[Tensor, ...],
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    suhs: tuple[Tensor, ...],
+) -> None:
+    (T, width), (slots, *_, table), Rq = projected.shape, rows, len(norms[0])
+    expect("mla_open: projected", projected, (T, width), *STEP_TYPES)
+    expect("mla_open: small", small, (T, small.shape[1]), torch.float32)
+    shapes = (Rq,), (width - Rq,), (GROUP,), (GROUP,), norms[4].shape
+    for name, norm, shape in zip(NORMS, norms, shapes, strict=True):
+        expect(f"mla_open: {name}", norm, shape, *TYPES)
+    for name, part in zip(("slots", "positions", "counts"), rows, strict=False):
+        expect(f"mla_open: {name}", part, (len(slots),), torch.int32)
+    expect("mla_open: table", table, (len(slots), table.shape[-1]), torch.int32)
+    require(len(suhs) <= MAX_SUHS, "mla_open: {} rotations, at most {}", len(suhs), MAX_SUHS)
+    for suh in suhs:
+        expect("mla_open: suh", suh, (Rq,), torch.float16)

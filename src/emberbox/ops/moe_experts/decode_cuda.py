@@ -8,8 +8,8 @@ from torch import Tensor
 
 from emberbox.formats import exl3
 from emberbox.ops.contract import require
-from emberbox.ops.launch import WARPS, Program, num_multiprocessors
-from emberbox.ops.linear_exl3.kernel_cuda import ROW_STEP, X_TYPES
+from emberbox.ops.launch import TYPES, WARPS, Program, num_multiprocessors
+from emberbox.ops.linear_exl3.kernel_cuda import ROW_STEP
 from emberbox.ops.moe_experts.bank import ExpertBank, macros_of
 from emberbox.ops.scratch import counters, scratch
 
@@ -136,7 +136,7 @@ def _program(x: Tensor, kind: int, routing: Chosen | Logits) -> Program:
     macros = (
         *macros_of(kind),
         ("ROW_TILES", 1 if len(x) <= ROW_STEP else 2),
-        ("X_TYPE", X_TYPES[x.dtype]),
+        ("X_TYPE", TYPES[x.dtype]),
         ("LOGITS", int(isinstance(routing, Logits))),
     )
     return Program(SOURCE, macros, x.device)

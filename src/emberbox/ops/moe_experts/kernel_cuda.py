@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from emberbox.ops.contract import require
-from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
+from emberbox.ops.launch import TYPES
 from emberbox.ops.moe_experts import PREFILL_TOKENS, reference
 from emberbox.ops.moe_experts.bank import ExpertBank, Projections, bank_of
 from emberbox.ops.moe_experts.decode_cuda import MAX_SLOTS, MAX_TOKENS, Chosen, decode
@@ -20,11 +20,11 @@ def moe_experts(
 ) -> Tensor:
     """x [T, H] on a CUDA device; see the op's contract. Raises OpError for another width.
 
-    Experts that make no bank, and activations of another type than X_TYPES, are left to the
+    Experts that make no bank, and activations of another type than TYPES, are left to the
     reference.
     """
     bank = bank_of(projections)
-    if not isinstance(bank, ExpertBank) or x.dtype not in X_TYPES:
+    if not isinstance(bank, ExpertBank) or x.dtype not in TYPES:
         return reference.moe_experts(x, experts, weights, projections, limit)
     hidden, _ = bank.widths
     require(
@@ -32,6 +32,11 @@ def moe_experts(
         "moe_experts: x has {} channels, the experts {}",
         x.shape[-1],
         hidden,
+    )
+    require(
+        experts.shape == weights.shape == (len(x), experts.shape[-1]),
+        "moe_experts: {} tokens, experts {} and weights {}; expected [T, k] of both",
+        *(len(x), list(experts.shape), list(weights.shape)),
     )
     x, experts, weights = x.contiguous(), experts.long().contiguous(), weights.float().contiguous()
     if len(x) <= MAX_TOKENS and experts.numel() <= MAX_SLOTS:

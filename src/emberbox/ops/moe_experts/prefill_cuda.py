@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from emberbox.formats import exl3
-from emberbox.ops.launch import WARPS, Program, arch_of
+from emberbox.ops.launch import TYPES, WARPS, Program, arch_of
 from emberbox.ops.linear_exl3.kernel_cuda import (
     BLOCK_ROWS,
     GEMM_SHARED,
     ROW_STEP,
-    X_TYPES,
     gemm_step,
 )
 from emberbox.ops.moe_experts.bank import ExpertBank, macros_of
@@ -84,7 +83,7 @@ class _Prefill:
 
     def _program(self, kind: int) -> Program:
         step = ("STEP", gemm_step(arch_of(self.x.device)))
-        macros = (*macros_of(kind), ("X_TYPE", X_TYPES[self.x.dtype]), step)
+        macros = (*macros_of(kind), ("X_TYPE", TYPES[self.x.dtype]), step)
         return Program(SOURCE, macros, self.x.device)
 
 

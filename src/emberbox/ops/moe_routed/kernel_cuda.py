@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from emberbox.ops.contract import require
-from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
+from emberbox.ops.launch import TYPES
 from emberbox.ops.moe_experts.bank import ExpertBank, PlainBank, Projections, bank_of
 from emberbox.ops.moe_experts.decode_cuda import (
     MAX_EXPERTS,
@@ -37,12 +37,12 @@ def moe_routed(  # noqa: PLR0913  the op's contract
     """x [T, H] on a CUDA device; see the op's contract. Raises OpError for another width.
 
     Plain experts of one shape are gathered by torch. Experts that make no bank, and activations of
-    another type than X_TYPES, are left to the reference.
+    another type than TYPES, are left to the reference.
     """
     bank = bank_of(projections)
     if isinstance(bank, PlainBank):
         return _plain(x, *chosen(logits, bias, top, scaling), bank, limit)
-    if not isinstance(bank, ExpertBank) or x.dtype not in X_TYPES:
+    if not isinstance(bank, ExpertBank) or x.dtype not in TYPES:
         return reference.moe_routed(x, logits, bias, top, scaling, projections, limit)
     _check(x, logits, bias, top, bank)
     if len(x) > MAX_DECODE or top > MAX_SLOTS or len(bank) > MAX_EXPERTS:
@@ -74,7 +74,7 @@ def _check(x: Tensor, logits: Tensor, bias: Tensor, top: int, bank: ExpertBank) 
     hidden, _ = bank.widths
     shapes = [list(tensor.shape) for tensor in (x, logits, bias)]
     require(
-        shapes == [[len(x), hidden], [len(x), len(bank)], [len(bank)]] and top <= len(bank),
+        shapes == [[len(x), hidden], [len(x), len(bank)], [len(bank)]] and 0 < top <= len(bank),
         "moe_routed: x, logits and bias {}, top {}; expected [T, {}], [T, {}], [{}]",
         shapes,
         top,

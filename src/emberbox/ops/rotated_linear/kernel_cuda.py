@@ -9,8 +9,8 @@ from emberbox.errors import OpError
 from emberbox.formats import exl3
 from emberbox.formats.base import QuantTensor
 from emberbox.ops.contract import require
-from emberbox.ops.launch import Program
-from emberbox.ops.linear_exl3.kernel_cuda import MAX_ROWS, ROW_STEP, X_TYPES, num_blocks
+from emberbox.ops.launch import TYPES, Program, settle
+from emberbox.ops.linear_exl3.kernel_cuda import MAX_ROWS, ROW_STEP, num_blocks
 from emberbox.ops.moe_experts.bank import macros_of
 from emberbox.ops.rotated_linear.bank import LinearBank, bank_of
 from emberbox.ops.scratch import counters, scratch
@@ -26,7 +26,7 @@ def rotated_linear(
     More than 16 rows are taken in pieces. Raises OpError for a bank that is none (`bank_of`), other
     types or shapes, or a bank that is elsewhere.
     """
-    require(dtype in X_TYPES, "rotated_linear: {} asked for, expected one of {}", dtype, [*X_TYPES])
+    require(dtype in TYPES, "rotated_linear: {} asked for, expected one of {}", dtype, [*TYPES])
     ready = checked(rotated, bank)
     _, num_rows, _ = rotated.shape
     y = torch.empty(num_rows, ready.outputs, dtype=dtype, device=rotated.device)
@@ -36,7 +36,8 @@ def rotated_linear(
 
 
 def checked(rotated: Tensor, bank: tuple[Tensor | QuantTensor, ...]) -> LinearBank:
-    """The bank ready to be multiplied with. Raises OpError as `rotated_linear` does."""
+    """The bank ready to be multiplied with; made so here, it is waited for: a launch reads weights
+    before its turn. Raises OpError as `rotated_linear` does."""
     ready = bank_of(bank)
     if not isinstance(ready, LinearBank):
         raise OpError(
@@ -44,6 +45,8 @@ def checked(rotated: Tensor, bank: tuple[Tensor | QuantTensor, ...]) -> LinearBa
             f"one width, in whole blocks of {exl3.BLOCK}"
         )
     _check(rotated, ready)
+    if ready is not bank:
+        settle(rotated.device)
     return ready
 
 
@@ -52,7 +55,7 @@ def program_macros(
 ) -> tuple[tuple[str, int], ...]:
     """For up to 16 rows of matrices of a kind (`kind_of`), and results of `dtype` if of any."""
     macros = (*macros_of(kind), ("ROW_TILES", 1 if num_rows <= ROW_STEP else 2))
-    return macros if dtype is None else (*macros, ("X_TYPE", X_TYPES[dtype]))
+    return macros if dtype is None else (*macros, ("X_TYPE", TYPES[dtype]))
 
 
 def _described(weight: Tensor | QuantTensor) -> str:

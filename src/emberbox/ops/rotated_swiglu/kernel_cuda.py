@@ -7,7 +7,7 @@ from torch import Tensor
 
 from emberbox.formats import exl3
 from emberbox.formats.base import QuantTensor
-from emberbox.ops.contract import require
+from emberbox.ops.contract import expect, require
 from emberbox.ops.launch import Program
 from emberbox.ops.linear_exl3.kernel_cuda import MAX_ROWS, num_blocks
 from emberbox.ops.rotated_linear.bank import Launch
@@ -30,12 +30,11 @@ def rotated_swiglu(
     shapes = [weight.shape for weight in ready]
     width = shapes[0][0]
     require(
-        len(shapes) == 2 and shapes[0] == shapes[1] and suh.shape == (width,),
-        "rotated_swiglu: matrices {}, suh {}; expected two of one shape [W, I], and [W]",
+        len(shapes) == 2 and shapes[0] == shapes[1],
+        "rotated_swiglu: matrices {}, expected two of one shape [W, I]",
         shapes,
-        list(suh.shape),
     )
-    require(suh.dtype is torch.float16, "rotated_swiglu: suh {}, expected float16", suh.dtype)
+    expect("rotated_swiglu: suh", suh, (width,), torch.float16)
     if len(ready.launches) > 1:
         return swiglu_open(rotated_linear(rotated, ready, torch.float32), limit, suh)
     num_rows = rotated.shape[1]

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from emberbox.ops.contract import require
-from emberbox.ops.launch import THREADS, Program
+from emberbox.ops.launch import STEP_TYPES, THREADS, Program
 from emberbox.ops.sample_rows.reference import Changes, Cuts
 from emberbox.ops.scratch import counters, scratch
 
 SOURCE = Path(__file__).with_name("sample_rows.cu")
-X_TYPES = {torch.float32: 0, torch.bfloat16: 2}
 PIECE = 4 * THREADS  # values of a block
 MAX_BLOCKS = THREADS
 BINS = 2048
@@ -32,7 +31,7 @@ def sample_rows(logits: Tensor, uniforms: Sequence[float], cuts: Cuts, changes: 
     # Scores, weights and lists; bins, sums and the best of every block (Memory in the .cu file).
     words = blocks * PIECE * 9 // 2 + 2 * BINS + 1 + MAX_BLOCKS * 3 // 2
     memory = scratch("sample", words, torch.int64, device)
-    program = Program(SOURCE, (("X_TYPE", X_TYPES[logits.dtype]),), device)
+    program = Program(SOURCE, (("X_TYPE", STEP_TYPES[logits.dtype]),), device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     penalties = _score_arguments(changes)
     for row, token, uniform in zip(logits, tokens, uniforms, strict=True):
@@ -56,10 +55,10 @@ def _check(logits: Tensor, uniforms: Sequence[float], changes: Changes) -> None:
         MAX_BLOCKS * PIECE - 1,
     )
     require(
-        logits.dtype in X_TYPES,
+        logits.dtype in STEP_TYPES,
         "sample_rows: logits are {}, expected one of {}",
         logits.dtype,
-        list(X_TYPES),
+        list(STEP_TYPES),
     )
     require(
         len(uniforms) == len(logits),

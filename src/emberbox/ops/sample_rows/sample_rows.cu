@@ -231,8 +231,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void draw(
   for (int step = top_k > 0 && (u64)top_k < count ? TOP_K : TOP_P; step <= TOKEN; step++) {
     if (step == TOP_P && top_p >= 1) continue;
     u64 target = top_k - 1;
-    // Those before the last one that stays hold less than the share.
-    if (step == TOP_P) target = __double2ull_ru(top_p * (double)total) - 1;
+    // Those before the last one that stays hold less than the share; the first always stays.
+    if (step == TOP_P) target = max(__double2ull_ru(top_p * (double)total), 1ull) - 1;
     if (step == TOKEN) target = __double2ull_rd(uniform * (double)mass);
     if (step != TOP_K) target = min(target, (step == TOP_P ? total : mass) - 1);
     found = find(s, m.lists, own, step == TOP_K, target);

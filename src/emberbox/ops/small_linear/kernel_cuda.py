@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from emberbox.ops.contract import require
-from emberbox.ops.launch import Program
-from emberbox.ops.linear_exl3.kernel_cuda import X_TYPES
+from emberbox.ops.contract import expect, require
+from emberbox.ops.launch import TYPES, Program
 
 SOURCE = Path(__file__).with_name("small_linear.cu")
 ROWS_PER_BLOCK = 2  # of the weight
@@ -18,10 +17,10 @@ ALIGNMENT = 16  # bytes
 def small_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K], weight [N, K] on a CUDA device, each of float32, float16 or bfloat16 -> float32.
 
-    Raises OpError for other types, another width, or a width that is not a multiple of 8.
+    Raises OpError for other types, another width, a width that is not a multiple of 8, or a weight
+    with gaps.
     """
-    for name, tensor in (("x", x), ("weight", weight)):
-        require(tensor.dtype in X_TYPES, "small_linear: {} is {}", name, tensor.dtype)
+    require(x.dtype in TYPES, "small_linear: x is {}, expected one of {}", x.dtype, [*TYPES])
     (num_rows, width), outputs = x.shape, len(weight)
     require(
         weight.shape[1] == width and width % VALUES == 0,
@@ -30,7 +29,8 @@ def small_linear(x: Tensor, weight: Tensor) -> Tensor:
         weight.shape[1],
         VALUES,
     )
-    x, weight = x.contiguous(), weight.contiguous()
+    expect("small_linear: weight", weight, (outputs, width), *TYPES)
+    x = x.contiguous()
     for name, tensor in (("x", x), ("weight", weight)):
         address = tensor.data_ptr()
         require(address % ALIGNMENT == 0, "small_linear: {} begins at {:#x}", name, address)
@@ -48,4 +48,4 @@ def macros_of(x: torch.dtype, weight: torch.dtype, num_rows: int) -> tuple[tuple
     """TOKENS: rows of x that a block multiplies at once, as many as registers hold."""
     most = 4 if x is weight is torch.float32 else 8
     tokens = min(most, 1 << (num_rows - 1).bit_length())
-    return (("X_TYPE", X_TYPES[x]), ("W_TYPE", X_TYPES[weight]), ("TOKENS", tokens))
+    return (("X_TYPE", TYPES[x]), ("W_TYPE", TYPES[weight]), ("TOKENS", tokens))
