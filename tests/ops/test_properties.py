@@ -131,6 +131,23 @@ def test_selection_is_complete_pools_then_the_tail(seed, start, T, topk):
         assert len(set(tokens)) == len(tokens) > 0 or (tokens == [] and complete == 0)
 
 
+@given(seed=seeds, P=st.integers(1, 40), topk=st.sampled_from([4, 8, 32]), big=st.booleans())
+def test_of_equal_scores_the_earlier_pools_are_chosen(seed, P, topk, big):
+    generator = torch.Generator().manual_seed(seed)
+    T = 2000 if big else 3  # more than NumPy views take
+    scores = torch.randint(-1, 2, (T, P), generator=generator).float() * -0.0
+    scores += torch.randint(0, 2, (T, P), generator=generator)
+    positions = torch.randint(0, 4 * P, (T,), generator=generator)
+    for select in (index_select, OPS["index_select"].load("cpu")):
+        chosen = select(scores, positions, 4, topk)
+        for t in range(0, T, 97):
+            row, complete = scores[t].tolist(), (int(positions[t]) + 1) // 4
+            ranked = sorted(range(complete), key=lambda p, row=row: (-row[p], p))[: topk // 4]
+            tail = range(4 * complete, int(positions[t]) + 1)
+            wanted = sorted([4 * p + i for p in ranked for i in range(4)] + [*tail])
+            assert sorted(i for i in chosen[t].tolist() if i >= 0) == wanted
+
+
 def test_selection_may_leave_out_the_querys_own_pool():
     scores = torch.tensor([[5.0, 4.0, -1.0]])
     chosen = index_select(scores, torch.tensor([11]), 4, 8)

@@ -31,4 +31,4 @@ def unrotate(rotated: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _in_tiles(x: Tensor, order: Tensor | list[int]) -> Tensor:
     """The numbers of every tile in another order."""
-    return x.reshape(*x.shape[:-1], -1, TILE)[..., order].flatten(-2)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // TILE, TILE)[..., order].flatten(-2)

@@ -9,7 +9,8 @@ def index_select(scores: Tensor, positions: Tensor, pool: int, topk: int) -> Ten
     num_complete = (positions + 1).div(pool, rounding_mode="floor")  # pools that end at or before t
     candidate = torch.arange(P, device=scores.device) < num_complete.unsqueeze(-1)
     best = min(topk // pool, P)
-    chosen = scores.masked_fill(~candidate, float("-inf")).topk(best, dim=-1).indices  # [T, best]
+    ranked = scores.masked_fill(~candidate, float("-inf")).sort(descending=True, stable=True)
+    chosen = ranked.indices[:, :best]  # [T, best]
     offsets = torch.arange(pool, device=scores.device)
     tokens = (chosen.unsqueeze(-1) * pool + offsets).flatten(1)
     kept = candidate.gather(1, chosen).repeat_interleave(pool, dim=1)
