@@ -11,6 +11,7 @@ that end is its own, so that the sum over kernels, and the gaps, is the step.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -137,7 +138,7 @@ def summed(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "name": name,
             "count": len(us),
-            "us": round(sum(us), 1),
+            "us": round(math.fsum(us), 1),  # `sum` depends on the version of Python
             "median_us": statistics.median(us),
         }
         for name, us in groups.items()
