@@ -50,6 +50,27 @@ def test_every_verb_has_help_with_an_example_and_json(verb, capsys):
     assert "--json" in shown
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("verb", ["doctor", "measure", "receipt", "compress"])
+def test_an_interrupt_is_said_and_has_the_exit_code_of_shells(monkeypatch, capsys, verb, as_json):
+    argv = {
+        "doctor": ["doctor"],
+        "measure": ["measure", "speed", str(NANO), "--engine"],
+        "receipt": ["receipt", "show", "a.json"],
+        "compress": ["compress", str(NANO), "to", "--recipe", "base2"],
+    }[verb]
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    module = next(each for each in VERBS if verb == each.NAME)
+    monkeypatch.setattr(module, "run", interrupted)
+    assert main([*argv, "--json"] if as_json else argv) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+    assert main(["--help"]) == 0
+    assert "130 interrupted" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_version_is_printed(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"emberbox {__version__}\n"

@@ -2,10 +2,14 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
 from emberbox.cli.main import main
+from emberbox.measure.fidelity import measure_fidelity
+from emberbox.measure.receipt import file_bytes
+from emberbox.measure.verify import verify
 from tests.measure.tiny_pair import write_pair, write_panel
 
 
@@ -141,3 +145,46 @@ def test_help_has_an_example(capsys):
     for argv in (["measure", "--help"], ["measure", "fidelity", "--help"]):
         assert main(argv) == 0
         assert "emberbox measure fidelity models/ember-nano" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_figures_are_printed_where_the_receipt_cannot_be_kept(world, monkeypatch, capsys, more):
+    argv, out = world
+    assert main([*argv, "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    record = out.with_name("out.record.xz")
+    kept = record.read_bytes()
+    out.unlink()
+    record.unlink()
+
+    def measure(*arguments):
+        found = measure_fidelity(*arguments)
+        out.write_text("of another")
+        return found
+
+    monkeypatch.setattr("emberbox.measure.fidelity.measure_fidelity", measure)
+    assert main([*argv, *more]) == 1
+    shown = capsys.readouterr()
+    assert f"error: {out}: is there already\nhint: give another name" in shown.err
+    assert out.read_text() == "of another"
+    assert not record.exists()
+    if more:
+        assert json.loads(shown.out) == expected
+        out.write_bytes(file_bytes(expected))
+        record.write_bytes(kept)
+        assert verify(out) == []
+    else:
+        assert "│ mean KL, nats" in shown.out
+
+
+def test_a_place_that_takes_no_file_is_found_before_anything_is_measured(
+    world, monkeypatch, capsys
+):
+    """`os.access` says that root may write in /proc; only trying tells."""
+    argv, out = world
+    if not Path("/proc/self").exists():
+        pytest.skip("no /proc here")
+    monkeypatch.setattr("emberbox.measure.fidelity.measure_fidelity", None)
+    assert main([*argv, "-o", "/proc/out.json"]) == 1
+    assert "/proc" in capsys.readouterr().err
+    assert not out.exists()

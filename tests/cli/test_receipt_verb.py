@@ -189,7 +189,8 @@ def speed(tmp_path):
         for kind, count in (("decode", 1), ("replies", 2))
     ]
     path = tmp_path / "speed.json"
-    save_speed(path, build_speed_receipt(facts, SpeedOptions(), runs))
+    options = SpeedOptions(step_tokens=(1,), concurrency=(2,), prompt_tokens=1024)
+    save_speed(path, build_speed_receipt(facts, options, runs))
     return path
 
 
@@ -242,12 +243,66 @@ def test_a_receipt_of_speed_of_another_form_is_told(speed, capsys, change):
 def test_a_receipt_of_speed_that_cannot_be_shown_is_told(speed, capsys):
     sealed(speed, lambda d: d.pop("results"))
     assert call("show", speed) == 1
-    assert "not a whole receipt of speed (KeyError('results'))" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "speed.json: not a whole receipt of speed: - results is missing" in said
 
 
 def test_receipts_of_speed_are_not_compared(files, speed, capsys):
     assert call("compare", files[0].path, speed) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "speed.json: a receipt of speed; compare takes two of fidelity" in said
+
+
+# -- of both kinds ---------------------------------------------------------------------------------
+
+
+def edit_speed(path):
+    document = json.loads(path.read_text())
+    document["results"]["decode_tok_s.c2.wall"] = 987.5
+    path.write_text(json.dumps(document))
+
+
+def edit_fidelity(path):
+    edit(path, lambda d: d["results"]["kl"].update(value=0.9875), reseal=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "false"),
+    [("speed", edit_speed, "987.5"), ("fidelity", edit_fidelity, "0.9875")],
+)
+def test_an_edited_receipt_is_shown_as_such(files, speed, capsys, kind, change, false):
+    file = speed if kind == "speed" else files[0].path
+    said = f"{file}: edited since it was sealed"
+    assert call("show", file) == 0
+    shown = capsys.readouterr()
+    assert "edited" not in shown.out + shown.err
+    change(file)
+    assert call("show", file) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(said)
+    assert false in shown
+    assert call("show", file, "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == [json.loads(file.read_text())]
+    assert said in shown.err
+    assert call("verify", file) == 1
+
+
+@pytest.mark.parametrize("letters", ["\x1b[31mred\x07", "a\rb", "\x9b2J", "\u202e1"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d, letters: d["device"].update(name=letters),
+        lambda d, letters: d["model"].update(name=letters),
+        lambda d, letters: d["emberbox"].update(version=letters),
+        lambda d, letters: d["results"].update({"step_ms.m1": letters}),
+        lambda d, letters: d["results"].update({letters: 1.0}),
+    ],
+    ids=["device", "model", "version", "figure", "name of a figure"],
+)
+def test_nothing_in_a_receipt_of_speed_steers_the_terminal(speed, capsys, change, letters):
+    sealed(speed, lambda d: change(d, letters))
+    for action in ("show", "verify"):
+        assert call(action, speed) == 1
+        shown = capsys.readouterr()
+        assert not set(shown.out + shown.err) & set(letters) - set("[31mredab2J")

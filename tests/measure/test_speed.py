@@ -22,6 +22,7 @@ from emberbox.measure.speed_receipt import (
     verify_speed,
 )
 from emberbox.measure.speed_runs import SPARE_TOKENS, RandomDrafter, Stopwatch, room_of
+from emberbox.store.durable import write_file
 from tests.engine.small_engine import engine_of
 
 OPTIONS = SpeedOptions(
@@ -203,12 +204,34 @@ def test_only_long_sequences_are_filled_and_only_where_the_engine_can(engine, mo
         ({"step_tokens": (2, 4)}, "step_tokens: [2, 4]"),
         ({"step_tokens": (1, 9)}, "step_tokens: [1, 9]"),
         ({"concurrency": (0,)}, "concurrency: [0]"),
+        ({"concurrency": (2, 2)}, "concurrency: [2, 2]"),
+        ({"step_tokens": (1, 1, 2)}, "step_tokens: [1, 1, 2]"),
+        ({"step_tokens": ()}, "step_tokens: []"),
         ({"reply_tokens": 1}, "reply_tokens: 1"),
+        ({"contexts": (1 << 70,)}, f"contexts: [{1 << 70}]"),
+        *(
+            ({name: value}, f"{name}: {value}")
+            for name in ("seed", "tokens", "warm_up", "prompt_tokens", "reply_tokens")
+            for value in (-1, (1 << 62) + 1, 1 << 64, 10**26)
+        ),
     ],
 )
 def test_options_that_mean_nothing_are_refused(changes, said):
-    with pytest.raises(SettingsError, match=said.replace("[", r"\[")):
+    with pytest.raises(SettingsError) as refused:
         SpeedOptions(**changes)
+    assert refused.value.message == said  # one thing is named, the one that is wrong
+
+
+def test_each_list_has_a_hint_of_its_own():
+    hints = {}
+    for name in ("contexts", "step_tokens", "concurrency"):
+        with pytest.raises(SettingsError) as refused:
+            SpeedOptions(**{name: (0,)})
+        hints[name] = refused.value.hint
+    assert hints["contexts"].endswith("one at least")
+    assert hints["step_tokens"] == "different numbers from 1 to 8, 1 among them"
+    assert hints["concurrency"].endswith("or none")
+    assert SpeedOptions(concurrency=(), seed=1 << 62).concurrency == ()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +328,10 @@ def test_a_receipt_holds_the_raw_times_and_verifies(receipt, runs):
         (lambda d: d["raw"][5].update(num_tokens=42), "results.decode_tok_s.c3.wall"),
         (lambda d: d["results"].pop("step_ratio.m8"), "results.step_ratio.m8 is None"),
         (lambda d: d["raw"][0].pop("step_ms"), "raw[0].step_ms is missing"),
-        (lambda d: d["raw"][0].update(step_tokens=2), "raw: not the times"),
+        (
+            lambda d: d["raw"][0].update(step_tokens=2),
+            "raw[0] is decode, 97 tokens, 2 a step, 1 at",
+        ),
     ],
 )
 def test_a_receipt_that_was_changed_is_not_good(receipt, change, said):
@@ -328,8 +354,36 @@ def test_a_receipt_is_not_written_over_what_is_there(receipt, tmp_path):
     assert receipt.read_bytes() == before
     other = tmp_path / "other.json"
     other.write_text('{"schema": "emberbox.fidelity.v1"}')
-    with pytest.raises(MeasureError, match="not a receipt of speed"):
+    with pytest.raises(MeasureError, match=r"not a receipt of speed: schema 'emberbox\.fid"):
+        check_speed_output(other, may_replace=True)
+    other.write_text('{"mine": 1}')
+    with pytest.raises(MeasureError, match="not a receipt of speed: it has no schema, not "):
         check_speed_output(other, may_replace=True)
     with pytest.raises(MeasureError, match="not a place for a receipt"):
         check_speed_output(tmp_path / "speed.txt", may_replace=False)
+    for place in (
+        "none/speed.json",
+        f"{'a' * 300}.json",
+        f"{'b' * 245}.json",
+        f"{'c' * 300}/a.json",
+    ):
+        for may_replace in (False, True):
+            with pytest.raises(MeasureError, match="not a place for a receipt: "):
+                check_speed_output(tmp_path / place, may_replace=may_replace)
+    check_speed_output(tmp_path / "new.json", may_replace=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.json", "speed.json"]
+
+
+def test_of_two_that_write_at_once_the_first_is_kept(receipt, tmp_path, monkeypatch):
+    """The name is taken while the second is written."""
+    path = tmp_path / "late.json"
+
+    def write(partial, chunks):
+        path.write_text("first")
+        return write_file(partial, chunks)
+
+    monkeypatch.setattr("emberbox.measure.speed_receipt.write_file", write)
+    with pytest.raises(MeasureError, match=r"late\.json: is there already"):
+        save_speed(path, load_speed(receipt))
+    assert path.read_text() == "first"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["late.json", "speed.json"]

@@ -8,7 +8,14 @@ import pytest
 from emberbox.errors import MeasureError
 from emberbox.measure.receipt import seal_of
 from emberbox.measure.speed import Run, SpeedOptions
-from emberbox.measure.speed_receipt import SpeedFacts, build_speed_receipt, verify_speed
+from emberbox.measure.speed_receipt import (
+    SpeedFacts,
+    build_speed_receipt,
+    is_speed,
+    load_speed,
+    show_speed,
+    verify_speed,
+)
 
 FACTS = SpeedFacts(
     command="emberbox measure speed here --engine",
@@ -19,15 +26,17 @@ FACTS = SpeedFacts(
     plan={"weights": 700, "cache pages": 50, "reserve": 9},
     peak_bytes=745,
 )
+OPTIONS = SpeedOptions(
+    contexts=(97,), tokens=3, step_tokens=(1,), concurrency=(3,), prompt_tokens=97
+)
 DAMAGE = (None, "text", [1], -1, True, {"a": {"b": 1}}, 10**400)
 # Facts that no figure follows from: another of the same form is as good.
-TOLD = {"command", "emberbox", "model", "device", "op_table", "settings", "options"}
+TOLD = {"command", "emberbox", "model", "device", "op_table", "settings"}
 NOT_COUNTED = {
     ("command",),
     ("settings",),
+    *(("options", name) for name in ("tokens", "warm_up", "reply_tokens", "seed")),
     ("plan", "reserve"),
-    ("raw", 0, "is_filled"),
-    ("raw", 1, "is_filled"),
     ("raw", 1, "step_ms"),
 }
 
@@ -39,7 +48,7 @@ def run_of(kind, num_requests, step_ms):
 
 def document():
     runs = [run_of("decode", 1, (2.0, 3.5, 4.0)), run_of("replies", 3, (5.0, 6.0))]
-    return json.loads(json.dumps(build_speed_receipt(FACTS, SpeedOptions(), runs)))
+    return json.loads(json.dumps(build_speed_receipt(FACTS, OPTIONS, runs)))
 
 
 def places(value, at=()):
@@ -134,7 +143,18 @@ def test_what_is_missing_is_refused(tmp_path):
         (lambda d: d["raw"][0].update(num_tokens=10**400), "raw[0].num_tokens is 1000"),
         (lambda d: d["raw"][0].update(wall_ms=0), "raw: not the times of a measurement (ZeroDiv"),
         (lambda d: d["raw"][0].update(step_ms=[1.0]), "raw: not the times of a measurement (Stat"),
-        (lambda d: d["raw"][0].update(step_tokens=2), "raw: not the times of a measurement (Key"),
+        (lambda d: d["raw"][0].update(step_tokens=2), "raw[0] is decode, 97 tokens, 2 a step, 1"),
+        (
+            lambda d: d["options"].update(fill="all"),
+            "options.fill: 'all', expected prefill or rand",
+        ),
+        (lambda d: d["options"].update(seed=-1), "options.seed is -1, expected"),
+        (
+            lambda d: d["options"].update(step_tokens=[1, 1]),
+            "options.step_tokens: [1, 1], expected",
+        ),
+        (lambda d: d["raw"][1].update(step_ms=9), "raw[1].step_ms is 9, expected a list"),
+        (lambda d: d["raw"][1].pop("step_ms"), "raw[1].step_ms is missing"),
         (lambda d: d["device"].pop("name"), "device.name is None, expected a text"),
         (lambda d: d.update(more=1), "more is unknown"),
     ],
@@ -145,3 +165,64 @@ def test_the_place_is_named(tmp_path, change, said):
     content["sha256"] = seal_of(content)
     found = problems_of(tmp_path / "speed.json", json.dumps(content))
     assert found[0].startswith(said), found
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"contexts": [98]}, "raw[0] is decode, 97 tokens, 1 a step, 1 at once, the options ask f"),
+        ({"contexts": [97, 3000]}, "raw[1] is replies, 97 tokens, 1 a step, 3 at once, the option"),
+        ({"step_tokens": [1, 2]}, "raw[1] is replies, 97 tokens, 1 a step, 3 at once, the options"),
+        ({"concurrency": [3, 4]}, "raw[2] is None, the options ask for replies, 97 tokens, 1 a st"),
+        (
+            {"concurrency": []},
+            "raw[1] is replies, 97 tokens, 1 a step, 3 at once, the options ask ",
+        ),
+        ({"prompt_tokens": 5}, "raw[1] is replies, 97 tokens, 1 a step, 3 at once, the options as"),
+    ],
+)
+def test_runs_that_the_options_do_not_ask_for_are_told(tmp_path, options, said):
+    content = document()
+    content["options"].update(options)
+    content["sha256"] = seal_of(content)
+    found = problems_of(tmp_path / "speed.json", json.dumps(content))
+    assert found[0].startswith(said), found
+
+
+def test_rows_that_were_filled_are_told_where_the_options_do_not_fill(tmp_path):
+    content = document()
+    content["raw"][0]["is_filled"] = True
+    content["sha256"] = seal_of(content)
+    assert problems_of(tmp_path / "speed.json", json.dumps(content)) == [
+        "raw[0] is decode, 97 tokens, 1 a step, 1 at once, filled, the options ask for decode, "
+        "97 tokens, 1 a step, 1 at once"
+    ]
+
+
+@pytest.mark.parametrize("letters", ["\x1b[31mred", "a\rb", "a\nb", "\x07", "\x9b2J", "\u202e1"])
+def test_what_a_terminal_would_obey_is_refused_wherever_it_stands(tmp_path, letters):
+    path = tmp_path / "speed.json"
+    shown = (
+        lambda d: d["device"].update(name=letters),
+        lambda d: d["model"].update(name=letters),
+        lambda d: d["emberbox"].update(version=letters),
+        lambda d: d["results"].update({letters: 1.0}),
+        lambda d: d["results"].update({"peak_bytes": letters}),
+    )
+    for change in shown:
+        content = document()
+        change(content)
+        content["sha256"] = seal_of(content)
+        path.write_text(json.dumps(content))
+        said = verify_speed(path)
+        assert said
+        with pytest.raises(MeasureError, match=r"speed\.json: not a whole receipt") as refused:
+            load_speed(path)
+        assert letters not in refused.value.message + "".join(said)
+        assert is_speed(path)
+
+
+def test_no_figures_are_shown_as_none(tmp_path):
+    path = tmp_path / "speed.json"
+    path.write_text(json.dumps({**document(), "results": {}}))
+    assert show_speed(load_speed(path)).startswith("here on this one, emberbox ")

@@ -81,6 +81,16 @@ def test_a_query_sees_its_first_rows_and_no_others():
     assert not bool(out[2].any())
 
 
+@pytest.mark.parametrize("more", [{}, {"has_suh": 0}, {"fp8": 1}], ids=str)
+@pytest.mark.parametrize("dtype", OP.tolerance, ids=str)
+def test_no_query_gives_no_row(dtype, more):
+    inputs = make_inputs(3, 5, Dk=24, Dv=32, **more, dtype=dtype)
+    whole = OP.reference(**inputs)
+    out = OP.reference(**inputs | {name: inputs[name][:0] for name in ("q", "chosen", "num")})
+    assert out.shape == (0, whole.shape[1])
+    assert out.dtype is whole.dtype
+
+
 def test_float8_rows_count_with_their_scales_and_suh_rotates():
     inputs = make_inputs(3, 5, fp8=1, dtype=torch.float32)
     rows = dequantise_rows(inputs["latents"], inputs["scales"])

@@ -152,6 +152,16 @@ def test_one_seed_repeats_and_two_differ(tiny):
         assert torch.equal(tensor, other[name]) != is_drawn, name
 
 
+@pytest.mark.parametrize("seed", [-1, 1 << 64, 10**26])
+def test_a_seed_that_no_generator_takes_is_refused(seed):
+    for device in (CPU, torch.device("meta")):
+        with pytest.raises(SettingsError, match=f"seed: {seed}"):
+            Values(device, seed)
+    with pytest.raises(SettingsError, match=f"seed: {seed}"):
+        synthetic_engine(TINY, SETTINGS, seed=seed)
+    assert Values(CPU, (1 << 64) - 1).generator.initial_seed() == (1 << 64) - 1
+
+
 def test_every_bit_of_a_trellis_is_drawn():
     words = Values(CPU, 0).words((64, 64, 32))
     bits = (words.int().unsqueeze(-1) >> torch.arange(16)) & 1

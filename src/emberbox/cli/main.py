@@ -1,6 +1,6 @@
 """`emberbox VERB ...`: finds the verb, runs it, turns failures into text and an exit code.
 
-Exit code 0: done. 1: failed. 2: bad usage. Importing this module imports no verb's machinery.
+Exit code 0: done. 1: failed. 2: bad usage. 130: interrupted. Importing it imports no machinery.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from emberbox.errors import EmberboxError, SettingsError
 VERBS = (serve, chat, compress, tune, measure, receipt, verify, demo, doctor)
 # What writing to a closed pipe or a full device fails with.
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC)
+_INTERRUPTED = 128 + signal.SIGINT  # as shells have it
 
 
 def run() -> None:
@@ -32,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run_verb(argv)
         print(end="", flush=True)  # so that output that cannot be written fails here
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS:
             raise
@@ -55,8 +60,6 @@ def _run_verb(argv: Sequence[str] | None) -> int:
     except EmberboxError as error:
         _report(error, as_json=args.json)
         return 2 if isinstance(error, SettingsError) else 1
-    except KeyboardInterrupt:
-        return 1
     return code
 
 
@@ -65,7 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="emberbox",
         description="Run GLM-5.3-Flash on one small box, and prove how well.",
-        epilog="exit code: 0 done, 1 failed, 2 bad usage. `emberbox VERB --help` has an example.",
+        epilog="exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted. "
+        "`emberbox VERB --help` has an example.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"emberbox {__version__}")

@@ -1,6 +1,7 @@
 """`emberbox measure KIND`: how close a model is (fidelity) or how fast (speed), with a receipt."""
 
 import argparse
+import hashlib
 import json
 import shlex
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from emberbox.cli import measure_speed
 from emberbox.cli.flags import checkpoint_folder, settings_from
+from emberbox.cli.measure_speed import kept
 from emberbox.cli.stage_bar import StageBar
 from emberbox.settings import LOG_LEVELS, LogSettings
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from emberbox.measure.fidelity import Fidelity, FidelityOptions
     from emberbox.measure.fidelity import Progress as Measured
     from emberbox.measure.panel import Panel
+    from emberbox.measure.receipt import Measured as Facts
     from emberbox.measure.receipt import Receipt
+    from emberbox.measure.record import Windows
 
 NAME = "measure"
 SUMMARY = "measure a model and write a receipt: fidelity, speed"
@@ -99,9 +103,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_fidelity(args: argparse.Namespace) -> int:
     from emberbox import logs
+    from emberbox.measure.documents import require_writable
     from emberbox.measure.fidelity import measure_fidelity
     from emberbox.measure.panel import load_panel
     from emberbox.measure.preflight import check_command, check_output
+    from emberbox.measure.receipt import load, save
     from emberbox.measure.receipt_schema import RECORD_SUFFIX, SCHEMA
     from emberbox.measure.show import show
 
@@ -109,16 +115,19 @@ def _run_fidelity(args: argparse.Namespace) -> int:
     options, panel, output = _options(args), load_panel(args.panel), args.output
     record = output.parent / (output.name.removesuffix(".json") + RECORD_SUFFIX)
     check_output(output, SCHEMA, beside=record, may_replace=args.force)
+    require_writable(record)
     check_command(_command(args))
     console = Console(highlight=False, quiet=args.json)
     with MeasureBar(console) as bar:
         found = measure_fidelity(args.reference, args.candidate, panel, options, bar.moved)
-    receipt = write_receipt(output, _command(args), panel, found, may_replace=args.force)
+    facts, windows = _measured(_command(args), panel, found), found.runs[0]
+    code = kept(lambda: save(output, facts, windows, may_replace=args.force))
+    receipt = _unsaved(output, record, facts, windows) if code else load(output)
     if args.json:
         print(json.dumps(receipt.document))
     else:
         console.print(show(receipt))
-    return 0
+    return code
 
 
 def _options(args: argparse.Namespace) -> "FidelityOptions":
@@ -138,9 +147,16 @@ def write_receipt(
 ) -> "Receipt":
     """The receipt at `output` and the record of the first run beside it; `command` measures it
     again."""
-    from emberbox.measure.receipt import Measured, run_of, save
+    from emberbox.measure.receipt import save
 
-    measured = Measured(
+    measured = _measured(command, panel, found)
+    return save(output, measured, found.runs[0], may_replace=may_replace)
+
+
+def _measured(command: str, panel: "Panel", found: "Fidelity") -> "Facts":
+    from emberbox.measure.receipt import Measured, run_of
+
+    return Measured(
         panel=panel,
         lane=found.lane,
         command=command,
@@ -151,7 +167,17 @@ def write_receipt(
         settings=found.settings,
         runs=[run_of(windows) for windows in found.runs],
     )
-    return save(output, measured, found.runs[0], may_replace=may_replace)
+
+
+def _unsaved(output: "Path", record: "Path", facts: "Facts", windows: "Windows") -> "Receipt":
+    """What `save` would have written."""
+    from emberbox.measure.receipt import Receipt, build_receipt
+    from emberbox.measure.record import as_stored, pack_record
+    from emberbox.store.checksums import FileDigest
+
+    packed = pack_record(windows)
+    digest = FileDigest(len(packed), hashlib.sha256(packed).hexdigest())
+    return Receipt(output, build_receipt(facts, as_stored(windows), record.name, digest))
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import shlex
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -10,7 +13,7 @@ from rich.console import Console
 
 from emberbox.cli.flags import add_engine_flags, checkpoint_folder, settings_from
 from emberbox.cli.stage_bar import StageBar
-from emberbox.errors import SettingsError
+from emberbox.errors import CheckpointError, EmberboxError, SettingsError
 from emberbox.settings import EngineSettings, LogSettings
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ and nothing it says means anything."""
 LISTS = (
     ("--context", "contexts", "tokens of one sequence"),
     ("--step-tokens", "step_tokens", "tokens verified in a step, 1 among them"),
-    ("--concurrency", "concurrency", "requests at once"),
+    ("--concurrency", "concurrency", "requests at once; '' for no such runs"),
 )
 NUMBERS = (
     ("--tokens", "tokens", "timed steps of one sequence"),
@@ -79,13 +82,13 @@ def add_arguments(kind: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part)
+        return tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1024,8192") from None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, load, measure, write, show; exit code 0 when all is done."""
+    """Check, load, measure, write, show; exit code 0 when all is done, 1 when it is not kept."""
     from emberbox import logs
     from emberbox.measure.preflight import check_command
     from emberbox.measure.speed import measure_speed
@@ -110,12 +113,23 @@ def run(args: argparse.Namespace) -> int:
         runs = measure_speed(subject.engine, options, bar.show, lambda: memory.look(device))
     facts = _facts(args, subject, settings, memory.peak_bytes(device))
     document = build_speed_receipt(facts, options, runs)
-    if args.output is not None:
-        save_speed(args.output, document, may_replace=args.force)
+    out = args.output
+    code = 0 if out is None else kept(lambda: save_speed(out, document, may_replace=args.force))
     if args.json:
         print(json.dumps(document))
     else:
         console.print(show_speed(document), markup=False)
+    return code
+
+
+def kept(save: Callable[[], object]) -> int:
+    """The exit code after `save`. What ended it is told in words on standard error, so that what
+    was measured can still be shown, and with --json standard output is one document."""
+    try:
+        save()
+    except EmberboxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -137,6 +151,8 @@ def _open(args: argparse.Namespace, settings: EngineSettings, seed: int) -> _Sub
         size = engine.memory.lines[0].num_bytes
         model = {"name": args.synthetic, "seed": seed, "num_bytes": size}
         return _Subject(engine, {**model, "is_synthetic": True})
+    if os.path.isfile(args.path):  # noqa: PTH113  takes a name of any length
+        raise CheckpointError(f"{args.path}: a file, expected the folder of config.json")
     from emberbox.cli.open_engine import open_llm
     from emberbox.measure.artifact import artifact
 

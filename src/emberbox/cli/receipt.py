@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.text import Text
 
 from emberbox.errors import MeasureError, SettingsError
 
@@ -29,8 +30,6 @@ compare pairs the windows of two receipts of fidelity: the second against the fi
 closer."""
 
 ACTIONS = ("show", "verify", "compare")
-# What the figures of a sealed document may raise that is of the right schema and of another form.
-_CROOKED = (KeyError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,29 +53,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(files: list[Path], *, as_json: bool) -> int:
-    from emberbox.measure.receipt import load
+    from emberbox.measure.receipt import load, seal_of
     from emberbox.measure.show import show
+    from emberbox.measure.speed_receipt import is_speed, load_speed, show_speed
 
-    found: list[dict[str, Any] | Receipt] = [_speed(file) or load(file) for file in files]
+    documents: list[dict[str, Any]] = []
+    for file in files:
+        receipt = None if is_speed(file) else load(file)
+        document = load_speed(file) if receipt is None else receipt.document
+        documents.append(document)
+        if document["sha256"] != seal_of(document):
+            said = f"{file}: edited since it was sealed; its figures may be anybody's"
+            _console(stderr=as_json).print(Text(said, "bold red"), soft_wrap=True)
+        if not as_json:
+            _console().print(Text(show_speed(document)) if receipt is None else show(receipt))
     if as_json:
-        documents = [each if isinstance(each, dict) else each.document for each in found]
         print(json.dumps(documents))
-        return 0
-    for file, each in zip(files, found, strict=True):
-        if isinstance(each, dict):
-            _console().print(_shown_speed(file, each), markup=False)
-        else:
-            _console().print(show(each))
     return 0
-
-
-def _shown_speed(file: Path, document: dict[str, Any]) -> str:
-    from emberbox.measure.speed_receipt import show_speed
-
-    try:
-        return show_speed(document)
-    except _CROOKED as error:
-        raise MeasureError(f"{file}: not a whole receipt of speed ({error!r})") from None
 
 
 def _verify(files: list[Path], panel_name: str | None, *, as_json: bool) -> int:
@@ -94,38 +87,24 @@ def _verify(files: list[Path], panel_name: str | None, *, as_json: bool) -> int:
 
 
 def _problems(file: Path, panel: "Panel | None") -> list[str]:
-    from emberbox.measure.speed_receipt import verify_speed
+    from emberbox.measure.speed_receipt import is_speed, verify_speed
     from emberbox.measure.verify import verify
 
-    if _speed(file) is None:
-        return verify(file, panel)
-    try:
-        return verify_speed(file)
-    except _CROOKED as error:
-        return [f"not a whole receipt of speed ({error!r})"]
-
-
-def _speed(file: Path) -> dict[str, Any] | None:
-    """The document, where it is a receipt of speed."""
-    from emberbox.measure.speed_receipt import load_speed
-
-    try:
-        return load_speed(file)
-    except MeasureError:  # told by whoever reads it as a receipt of fidelity
-        return None
+    return verify_speed(file) if is_speed(file) else verify(file, panel)
 
 
 def _verdict(file: Path, problems: list[str], panel: "Panel | None") -> list[str]:
     """The first line and what follows it."""
     from emberbox.measure.receipt import load
+    from emberbox.measure.speed_receipt import is_speed, load_speed
     from emberbox.measure.verify import is_shipped
 
     if problems:
         return [f"{file}: {len(problems)} problem(s)", *problems]
-    if (speed := _speed(file)) is not None:
-        steps = sum(len(run["step_ms"]) for run in speed["raw"])
-        runs = f"{len(speed['raw'])} runs, {steps:,} steps"
-        return [f"{file}: good; {runs}, every figure computed again"]
+    if is_speed(file):
+        raw = load_speed(file)["raw"]
+        steps = sum(len(run["step_ms"]) for run in raw)
+        return [f"{file}: good; {len(raw)} runs, {steps:,} steps, every figure computed again"]
     receipt = load(file)
     results, name = receipt["results"], receipt["panel"]["name"]
     lines = [
@@ -155,9 +134,10 @@ def _compare(files: list[Path], *, as_json: bool) -> int:
 def _good(file: Path) -> "Receipt":
     """The receipt, verified: figures of a crooked one are compared with nothing."""
     from emberbox.measure.receipt import load
+    from emberbox.measure.speed_receipt import is_speed
     from emberbox.measure.verify import verify
 
-    if _speed(file) is not None:
+    if is_speed(file):
         raise MeasureError(f"{file}: a receipt of speed; compare takes two of fidelity")
     problems = verify(file)
     if problems:
@@ -166,5 +146,5 @@ def _good(file: Path) -> "Receipt":
     return load(file)
 
 
-def _console() -> Console:
-    return Console(highlight=False)
+def _console(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False)

@@ -1,12 +1,15 @@
-"""Files that nobody vouches for, read whole and bounded; JSON in the one spelling that is hashed.
+"""Files that nobody vouches for, read whole and bounded; JSON in the one spelling that is hashed;
+places where a file can be written.
 
 Knows neither panels nor receipts.
 """
 
 import json
+import os
 from pathlib import Path
 
 from emberbox.errors import MeasureError
+from emberbox.store.durable import remove
 from emberbox.store.strict_json import JsonObject, JsonProblem, parse_object
 
 
@@ -45,8 +48,27 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 def require_free(*paths: Path, may_replace: bool) -> None:
     """Raises MeasureError for what is there already, unless it may be replaced."""
-    found = [path for path in paths if path.exists() or path.is_symlink()]
+    found = [path for path in paths if os.path.lexists(path)]  # a name too long is free
     if found and not may_replace:
         raise MeasureError(
             f"{found[0]}: is there already", hint="give another name, or --force to replace it"
         )
+
+
+def partial_of(path: Path) -> Path:
+    """The name under which `path` is written; no other process's."""
+    return path.with_name(f"{path.name}.{os.getpid()}.partial")
+
+
+def require_writable(path: Path) -> None:
+    """Raises MeasureError where `path` could not be written: tries, and leaves nothing behind."""
+    try:
+        try:
+            partial_of(path).write_bytes(bytes(1 << 16))  # as large as many a receipt
+        finally:
+            remove(partial_of(path))
+    except OSError as error:
+        raise MeasureError(
+            f"{path}: not a place for a receipt: {error.strerror}",
+            hint="a shorter name, or a folder that is there and takes new files",
+        ) from None

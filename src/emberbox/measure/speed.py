@@ -7,6 +7,7 @@ Knows no receipt.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from emberbox.engine.core import Engine
 from emberbox.engine.plan import MAX_DRAFTS
@@ -16,6 +17,7 @@ from emberbox.measure.speed_runs import Stopwatch, room_of
 FILLS = ("prefill", "random")
 # Of the engine's own prefill, whatever the fill: it takes seconds, and is what users have.
 MAX_PREFILLED = 2048
+_MOST = 1 << 62  # a larger number no receipt holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class SpeedOptions:
 
     def __post_init__(self) -> None:
         if self.fill not in FILLS:
-            raise SettingsError(f"fill: {self.fill!r}", hint=f"expected {' or '.join(FILLS)}")
+            raise SettingsError(f"fill: {self.fill!r}", hint=" or ".join(FILLS))
         for name, least in (
             ("tokens", 2),  # of one step there are no percentiles
             ("warm_up", 0),
@@ -49,17 +51,18 @@ class SpeedOptions:
             ("reply_tokens", 2),
             ("seed", 0),
         ):
-            if getattr(self, name) < least:
-                raise SettingsError(f"{name}: {getattr(self, name)}", hint=f"at least {least}")
-        for name, numbers in (("contexts", self.contexts), ("concurrency", self.concurrency)):
-            if any(number < 1 for number in numbers) or len(set(numbers)) < len(numbers):
-                raise SettingsError(f"{name}: {list(numbers)}", hint="different numbers from 1 on")
-        wrong = [m for m in self.step_tokens if not 1 <= m <= 1 + MAX_DRAFTS]
-        if wrong or 1 not in self.step_tokens or not self.contexts:
-            raise SettingsError(
-                f"step_tokens: {list(self.step_tokens)}, contexts: {list(self.contexts)}",
-                hint=f"1 and others up to {1 + MAX_DRAFTS}, at one context at least",
-            )
+            if not least <= (number := getattr(self, name)) <= _MOST:
+                raise SettingsError(f"{name}: {number}", hint=f"from {least} to {_MOST}")
+        for name, most, is_enough, those in (
+            ("contexts", _MOST, bool(self.contexts), "one at least"),
+            ("step_tokens", 1 + MAX_DRAFTS, 1 in self.step_tokens, "1 among them"),
+            ("concurrency", _MOST, True, "or none"),
+        ):
+            numbers = getattr(self, name)
+            is_once = len(set(numbers)) == len(numbers)
+            if not (is_enough and is_once and all(1 <= each <= most for each in numbers)):
+                hint = f"different numbers from 1 to {most}, {those}"
+                raise SettingsError(f"{name}: {list(numbers)}", hint=hint)
 
     def as_json(self) -> dict[str, object]:
         """As a receipt says it."""
@@ -86,6 +89,20 @@ class Run:
     is_filled: bool = False
 
 
+class Shape(NamedTuple):
+    """What a run is to be before it is timed; each is what `Run` says of it."""
+
+    kind: str
+    context: int
+    step_tokens: int
+    num_requests: int
+    is_filled: bool
+
+    def __str__(self) -> str:
+        kind, context, m, count, is_filled = self
+        return f"{kind}, {context:,} tokens, {m} a step, {count} at once{', filled' * is_filled}"
+
+
 Moved = Callable[[str, int, int], None]
 
 
@@ -102,65 +119,39 @@ def measure_speed(
     ended a request.
     """
     _require(engine, options)
-    stages = _stages(options)
+    shapes = shapes_of(options)
     runs: list[Run] = []
     watch = Stopwatch(engine, options.seed)
-    for number, (name, make) in enumerate(stages):
-        moved(name, number, len(stages))
-        runs.append(make(watch))
+    for number, shape in enumerate(shapes):
+        moved(str(shape), number, len(shapes))
+        runs.append(_run(watch, options, shape))
         after_run()
-    moved("done", len(stages), len(stages))
+    moved("done", len(shapes), len(shapes))
     return runs
 
 
-def _stages(options: SpeedOptions) -> list[tuple[str, Callable[[Stopwatch], Run]]]:
-    shapes = [
-        (context, m)
+def shapes_of(options: SpeedOptions) -> list[Shape]:
+    """Of every run, in order."""
+    decodes = [
+        Shape("decode", context, m, 1, options.fill == "random" and context > MAX_PREFILLED)
         for number, context in enumerate(options.contexts)
         for m in (options.step_tokens if number == 0 else (1,))
     ]
-    decodes = [(f"{c:,} tokens, {m} a step", _decode(options, c, m)) for c, m in shapes]
-    replies = [(f"{n} requests at once", _replies(options, n)) for n in options.concurrency]
-    return decodes + replies
+    return decodes + [
+        Shape("replies", options.prompt_tokens, 1, n, False) for n in options.concurrency
+    ]
 
 
-def _decode(options: SpeedOptions, context: int, m: int) -> Callable[[Stopwatch], Run]:
-    is_filled = options.fill == "random" and context > MAX_PREFILLED
-
-    def run(watch: Stopwatch) -> Run:
-        timed = watch.decode(
-            context, (options.warm_up, options.tokens), step_tokens=m, is_filled=is_filled
-        )
-        return Run(
-            kind="decode",
-            context=context,
-            step_tokens=m,
-            num_requests=1,
-            num_tokens=timed.num_tokens,
-            wall_ms=timed.wall_ms,
-            step_ms=timed.step_ms,
-            is_filled=is_filled,
-        )
-
-    return run
-
-
-def _replies(options: SpeedOptions, count: int) -> Callable[[Stopwatch], Run]:
-    def run(watch: Stopwatch) -> Run:
+def _run(watch: Stopwatch, options: SpeedOptions, shape: Shape) -> Run:
+    kind, context, m, count, is_filled = shape
+    if kind == "decode":
+        steps = (options.warm_up, options.tokens)
+        timed = watch.decode(context, steps, step_tokens=m, is_filled=is_filled)
+    else:
         if options.warm_up:
-            watch.replies(count, options.prompt_tokens, 1 + min(options.warm_up, 8))
-        timed = watch.replies(count, options.prompt_tokens, options.reply_tokens)
-        return Run(
-            kind="replies",
-            context=options.prompt_tokens,
-            step_tokens=1,
-            num_requests=count,
-            num_tokens=timed.num_tokens,
-            wall_ms=timed.wall_ms,
-            step_ms=timed.step_ms,
-        )
-
-    return run
+            watch.replies(count, context, 1 + min(options.warm_up, 8))
+        timed = watch.replies(count, context, options.reply_tokens)
+    return Run(**shape._asdict(), **asdict(timed))
 
 
 def _require(engine: Engine, options: SpeedOptions) -> None:

@@ -4,20 +4,25 @@
 the engine only as facts that it is handed.
 """
 
-import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from emberbox.errors import MeasureError
+from emberbox.errors import MeasureError, SettingsError
 from emberbox.measure.code_version import code_version
-from emberbox.measure.documents import parse_document, read_file, require_free
+from emberbox.measure.documents import (
+    parse_document,
+    partial_of,
+    read_file,
+    require_free,
+    require_writable,
+)
 from emberbox.measure.receipt import file_bytes, seal_of
-from emberbox.measure.speed import Run, SpeedOptions
+from emberbox.measure.speed import Run, Shape, SpeedOptions, shapes_of
 from emberbox.measure.speed_schema import SCHEMA, problems_of
 from emberbox.store.durable import disk_problems, flush_folder, remove, write_file
 from emberbox.store.strict_json import JsonProblem
@@ -107,10 +112,10 @@ def _short(tokens: int) -> str:
 def save_speed(path: Path, document: Mapping[str, object], *, may_replace: bool = False) -> None:
     """Write a receipt, whole or not at all. Raises MeasureError for a name that is taken."""
     with disk_problems(path.parent):
-        require_free(path, may_replace=may_replace)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        partial = partial_of(path)
         try:
             write_file(partial, [file_bytes(document)])
+            require_free(path, may_replace=may_replace)  # late: another process may be as far
             partial.replace(path)
         finally:
             remove(partial)
@@ -120,41 +125,46 @@ def save_speed(path: Path, document: Mapping[str, object], *, may_replace: bool 
 def check_speed_output(path: Path, *, may_replace: bool) -> None:
     """See that a receipt can be written to `path`, before anything is measured. Raises
     MeasureError; what is no speed receipt is never replaced."""
-    if path.suffix != ".json" or not path.parent.is_dir():
-        raise MeasureError(
-            f"{path}: not a place for a receipt", hint="a name ending in .json, in a folder"
-        )
+    if path.suffix != ".json":
+        raise MeasureError(f"{path}: not a place for a receipt", hint="a name ending in .json")
     require_free(path, may_replace=may_replace)
+    require_writable(path)
     if path.exists():
-        load_speed(path)
+        _read(path)
+
+
+def is_speed(path: Path) -> bool:
+    """Whether a file says that it is a receipt of speed, whatever its form."""
+    try:
+        _read(path)
+    except MeasureError:
+        return False
+    return True
 
 
 def load_speed(path: Path) -> dict[str, Any]:
-    """The document at `path`. Raises MeasureError for what is no speed receipt."""
-    try:
-        document = parse_document(read_file(path, MAX_BYTES))
-    except JsonProblem as problem:
-        raise MeasureError(f"{path}: {problem}") from None
-    if document.get("schema") != SCHEMA:
-        said = str(document.get("schema"))[:80]
-        raise MeasureError(f"{path}: not a receipt of speed: schema {said!r}, not {SCHEMA!r}")
+    """The document at `path`. Raises MeasureError that names every place of the wrong form."""
+    document = _read(path)
+    if form := list(islice(problems_of(document), _MAX_LINES)):
+        raise MeasureError("\n  - ".join([f"{path}: not a whole receipt of speed:", *form]))
     return document
 
 
 def verify_speed(path: Path) -> list[str]:
-    """What is wrong with a receipt: its seal, its form, or a figure that its raw times do not give.
+    """What is wrong with a receipt: its seal, its form, runs that its options do not ask for, or a
+    figure that its raw times do not give.
 
     Raises MeasureError for what is no speed receipt.
     """
-    document = load_speed(path)
-    problems = []
-    if document.get("sha256") != seal_of(document):
-        problems.append("sha256: the document was changed after it was sealed")
+    document = _read(path)
+    is_sealed = document.get("sha256") == seal_of(document)
+    problems = [] if is_sealed else ["sha256: the document was changed after it was sealed"]
+    if form := list(islice(problems_of(document), _MAX_LINES)):
+        return problems + form
+    problems += islice(_unasked(document["options"], document["raw"]), _MAX_LINES)
     try:
-        if form := list(islice(problems_of(document), _MAX_LINES)):
-            return problems + form
         again = figures(document["raw"], document["plan"], document["peak_bytes"])
-    except (KeyError, ValueError, ArithmeticError, RecursionError) as error:
+    except (KeyError, ValueError, ArithmeticError) as error:
         return [*problems, f"raw: not the times of a measurement ({error!r})"]
     said = document["results"]
     problems += [
@@ -165,16 +175,39 @@ def verify_speed(path: Path) -> list[str]:
     return problems
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """A document of this schema, its form not looked at. Raises MeasureError."""
+    try:
+        document = parse_document(read_file(path, MAX_BYTES))
+    except JsonProblem as problem:
+        raise MeasureError(f"{path}: {problem}") from None
+    if (schema := document.get("schema")) != SCHEMA:
+        said = "it has no schema" if schema is None else f"schema {ascii(schema)[:80]}"
+        raise MeasureError(f"{path}: not a receipt of speed: {said}, not {SCHEMA!r}")
+    return document
+
+
+def _unasked(options: Mapping[str, Any], raw: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for each run that is not the one of the options at its place."""
+    try:
+        shapes = shapes_of(SpeedOptions(**options))
+    except SettingsError as error:
+        yield f"options.{error.message}, expected {error.hint}"
+        return
+    runs = [Shape(*(run[key] for key in Shape._fields)) for run in raw]
+    for index, (run, asked) in enumerate(zip_longest(runs, shapes)):
+        if run != asked:
+            yield f"raw[{index}] is {run}, the options ask for {asked}"
+
+
 def show_speed(document: Mapping[str, Any]) -> str:
     """The figures as a table of text."""
     results = document["results"]
-    width = max(map(len, results))
+    width = max(map(len, results), default=0)
     device, version = document["device"], document["emberbox"]
     head = f"{document['model']['name']} on {device['name']}, emberbox {version['version']}"
     rows = [
-        f"{key:<{width}}  {value:>16,}"
-        if key.endswith("_bytes")
-        else f"{key:<{width}}  {value:>16}"
+        f"{key:<{width}}  {value:>16{',' if key.endswith('_bytes') else ''}}"
         for key, value in results.items()
     ]
     return "\n".join([head, *rows])

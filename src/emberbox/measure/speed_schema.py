@@ -28,6 +28,13 @@ def _named(value: object, at: str) -> Iterator[str]:
         yield from label(value.get("name"), f"{at}.name")
 
 
+def _figures(value: object, at: str) -> Iterator[str]:
+    """Numbers under names that are shown as they are."""
+    yield from mapping(number(0))(value, at)
+    for key in value if isinstance(value, dict) else ():
+        yield from label(key, f"a name in {at}")
+
+
 _RUN = table(
     {
         "kind": exactly("decode", "replies"),
@@ -69,7 +76,7 @@ _RECEIPT = table(
         "peak_bytes": whole(0),
         "options": _OPTIONS,
         "raw": listing(_RUN, 1, _MOST),
-        "results": mapping(number(0)),
+        "results": _figures,
     }
 )
 

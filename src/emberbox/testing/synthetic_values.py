@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from emberbox.errors import SettingsError
 from emberbox.formats import exl3
 from emberbox.formats.base import QuantTensor, Shape
 from emberbox.ops.prepared import PREPARED
@@ -23,6 +24,7 @@ WORDS_OF_16_BITS = 4  # in one drawn number
 # values would share a direction, and what a state holds of it would send all tokens one way.
 CONV_SCALE = 0.15
 ROUTER_BIAS = 10.0  # around which the released biases lie, in a band of about 0.01
+MAX_SEED = 2**64 - 1  # of torch's generators
 OWN_STREAM = 3.0  # logit by which a stream keeps to itself: 0.87 of it
 
 
@@ -30,6 +32,9 @@ class Values:
     """Draws on one device; equal seeds give equal values there."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
+        """Raises SettingsError for a seed that is not from 0 to MAX_SEED."""
+        if not 0 <= seed <= MAX_SEED:
+            raise SettingsError(f"seed: {seed}", hint=f"a number from 0 to {MAX_SEED}")
         self.device = device
         # Tensors on "meta" have shapes and no values: nothing is drawn.
         self.generator = (

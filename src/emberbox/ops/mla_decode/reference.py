@@ -17,6 +17,9 @@ def mla_decode(  # noqa: PLR0913  as the contract says
     num: Tensor,
     suh: Tensor | None,
 ) -> Tensor:
+    if not len(q):
+        width = kv_b.shape[:2].numel() - q.shape[1]
+        return q.new_empty(0, width, dtype=q.dtype if suh is None else torch.float16)
     is_there = torch.arange(chosen.shape[1], device=chosen.device) < num.unsqueeze(1)
     at = torch.where(is_there, chosen, 0).long()
     is_used = torch.zeros(len(latents), dtype=torch.bool, device=at.device)
