@@ -9,6 +9,7 @@ import torch
 from emberbox.engine.decode_runner import DecodeRunner, Shape
 from emberbox.errors import OpError
 from emberbox.model.cache import CacheSize
+from emberbox.model.config import Glm5NextConfig
 from emberbox.model.network import Network
 from emberbox.model.step_sizes import can_step, reads_pages
 from emberbox.ops.launch import Program
@@ -85,7 +86,8 @@ def test_kernels_refuse_the_rest(no_launches, monkeypatch, change):
 
 
 def test_the_released_the_nano_and_the_tiny_network_have_steps_and_references_read_no_pages():
-    configs = [model_of(name).config for name in (FULL, TINY)] + [nano_network().config]
+    made = [Glm5NextConfig.from_dict(config_json(name)) for name in (FULL, TINY)]
+    configs = [*made, nano_network().config]
     for config in configs:
         assert can_step(config.text)
         assert reads_pages(config.text, KERNELS)
