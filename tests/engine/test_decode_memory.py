@@ -118,6 +118,14 @@ def test_the_full_model_with_a_quarter_of_its_context_is_planned_below_the_bar()
     assert {name for name in sizes if sizes[name] != fp8[name]} == {"cache pages"}
 
 
+def test_each_request_has_its_tables_of_the_vocabulary():
+    text = FULL.text
+    wider = replace(text, vocab_size=text.vocab_size + 1000)
+    grown = [graph_bytes(wider, 2, n) - graph_bytes(text, 2, n) for n in (5, 8)]  # of one shape
+    assert grown[1] - grown[0] == 1000 * 18 * 3
+    assert grown[0] == 1000 * (32 * (2 + 2 * 4) + 40 + 18 * 5)
+
+
 def test_more_rows_and_shapes_take_more():
     text = FULL.text
     assert graph_bytes(text, 2, 8) - graph_bytes(text, 2, 1) > 24 * text.vocab_size * 10

@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from emberbox.engine import runner as runner_module
 from emberbox.engine.plan import Work
 from emberbox.engine.runner import ModelRunner
+from emberbox.errors import EnvironmentProblem
 from emberbox.model.batch import MAX_VERIFY_TOKENS
 from emberbox.model.cache import FP8
+from emberbox.model.decode_step import MAX_ROWS
 from tests.helpers.nano import nano_llm
 
 SIZE = {"num_pages": 5, "num_slots": 3, "num_snapshots": 0}
@@ -40,6 +43,20 @@ def test_random_content_is_finite_and_only_where_it_is_asked_for(latent_dtype):
     assert not torch.equal(twin.cache.latents[:, 3].float(), cache.latents[:, 3].float())
 
 
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [("CUDA error: out of memory", EnvironmentProblem), ("misaligned address", RuntimeError)],
+)
+def test_only_missing_memory_is_told_as_such(monkeypatch, said, error):
+    def fail(*_):  # a stand-in: a driver cannot be made to run out on purpose
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(runner_module, "_decoder", fail)
+    llm = nano_llm()
+    with pytest.raises(error, match=said):
+        ModelRunner(llm.network, replace(llm.memory, **SIZE), fixed_shapes=True)
+
+
 def test_a_lone_image_token_at_the_end_of_a_prompt_keeps_its_picture():
     llm = nano_llm()
     token = llm.config.image_token_id
@@ -61,8 +78,15 @@ def test_a_lone_image_token_at_the_end_of_a_prompt_keeps_its_picture():
     assert (without - found[0]).abs().max() > 1e-2
 
 
-def test_choices_of_more_rows_than_a_kernel_takes_belong_to_their_requests():
+def test_choices_of_more_rows_than_a_kernel_takes_belong_to_their_requests(monkeypatch):
     runner = runner_of()
+    ops, taken = runner.network.ops, []
+
+    def few_rows(logits):
+        taken.append(len(logits))
+        return ops.greedy_rows(logits)
+
+    monkeypatch.setattr(runner.network, "ops", replace(ops, greedy_rows=few_rows))
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(90, runner.network.config.text.hidden_size, generator=generator)
     hidden[41] = torch.nan
@@ -70,6 +94,7 @@ def test_choices_of_more_rows_than_a_kernel_takes_belong_to_their_requests():
     sampling = [(100 + i, rows * i, rows * i + rows) for i in range(90 // rows)]
     found = runner._sampled(hidden, sampling)
     assert list(found) == [request for request, _, _ in sampling]
+    assert sum(taken) == rows * len(sampling) and max(taken) <= MAX_ROWS
     logits = runner.network.logits(hidden)
     for request, start, stop in sampling:
         if start <= 41 < stop:

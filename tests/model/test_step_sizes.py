@@ -37,6 +37,7 @@ CANNOT = (
     {"q_lora_rank": 2176},
     {"kv_lora_rank": 640},
     {"v_head_dim": 96},
+    {"num_attention_heads": 3, "num_key_value_heads": 3},
     {"qk_head_dim": 520, "qk_nope_head_dim": 520},
     {"qk_head_dim": 60, "qk_nope_head_dim": 60},
 )

@@ -148,6 +148,13 @@ def test_of_equal_scores_the_earlier_pools_are_chosen(seed, P, topk, big):
             assert sorted(i for i in chosen[t].tolist() if i >= 0) == wanted
 
 
+@pytest.mark.parametrize("P", [0, 5])
+def test_no_query_chooses_nothing(P):
+    scores, positions = torch.zeros(0, P), torch.zeros(0, dtype=torch.int64)
+    for select in (index_select, OPS["index_select"].load("cpu")):
+        assert select(scores, positions, 4, 16).shape == (0, min(4, P) * 4 + 3)
+
+
 def test_selection_may_leave_out_the_querys_own_pool():
     scores = torch.tensor([[5.0, 4.0, -1.0]])
     chosen = index_select(scores, torch.tensor([11]), 4, 8)

@@ -52,7 +52,9 @@ class ModelRunner:
             self.decoder = _decoder(network, self.cache, memory) if fixed_shapes else None
             if is_cuda:
                 warm_up(network.ops.sample_rows, self.device, text.vocab_size)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if "out of memory" not in str(error):  # the driver's own words, and torch's
+                raise
             raise _cannot_be_had(memory, error) from error
 
     @torch.inference_mode()

@@ -2,8 +2,8 @@
 
 scores [T, P], positions [T] int64 -> token indices [T, min(topk / pool, P) * pool + pool - 1]
 int64, -1 where there is none: the best complete pools that end at or before the query, then the
-incomplete tail, which holds the query unless its pool is just complete. Of equal scores the earlier
-pools are chosen; in which order those that are chosen stand among themselves is left open.
+incomplete tail, which holds the query unless its pool is just complete. Of equal finite scores the
+earlier pools are chosen; in which order those that are chosen stand among themselves is left open.
 """
 
 import torch

@@ -41,4 +41,6 @@ def _tokens(best: Whole, num_complete: Whole, at: Whole, pool: int) -> Tensor:
     tokens[best >= num_complete] = -1
     tail = num_complete * pool + np.arange(pool - 1)
     tail[tail > at] = -1
-    return torch.from_numpy(np.concatenate((tokens.reshape(len(best), -1), tail), axis=1))
+    return torch.from_numpy(
+        np.concatenate((tokens.reshape(len(best), best.shape[1] * pool), tail), axis=1)
+    )
