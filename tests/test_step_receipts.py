@@ -54,7 +54,7 @@ def test_a_receipt_of_something_else_is_refused(root, name, content, said):
         (
             "step_timeline.json",
             edited(timeline, "results", "small_ops_ms", value=1.1),
-            "small_ops_ms is 1.1, its own numbers give 1.4",
+            "small_ops_ms is 1.1, its own numbers give 1.5",
         ),
         (
             "step_timeline.json",

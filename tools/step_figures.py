@@ -5,8 +5,8 @@ closeness from benchmarks/decode_quality.py. A run that a receipt does not have 
 is said of a GB10 is a projection.
 """
 
+import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -125,9 +125,9 @@ def off_plan(receipt: Receipt) -> Measured:
 
 
 def small_ops_ms(receipt: Receipt) -> Measured:
-    """The step less its products with the trellis."""
+    """The traced step less its products with the trellis."""
     whole, trellis = step_parts(receipt.content)
-    return Measured(whole - trellis, {"step_ms": whole, "trellis_ms": trellis})
+    return Measured(whole - trellis, {"traced_ms": whole, "trellis_ms": trellis})
 
 
 def kl_ratio(checkpoint: str, latents: str, part: str | None = None) -> Measure:
@@ -153,9 +153,10 @@ def _results(receipt: Receipt) -> Mapping[str, float]:
 
 
 def step_parts(timeline: Mapping[str, Any]) -> tuple[float, float]:
-    """Milliseconds of a step, and of its products with the trellis."""
-    own = (kernel["own_us"] for kernel in timeline["kernels"] if kernel["name"] in TRELLIS)
-    return statistics.median(timeline["step_ms"]), sum(own) / 1e3
+    """Milliseconds of the traced step, and of its products with the trellis."""
+    kernels = timeline["kernels"]
+    own = math.fsum(kernel["own_us"] for kernel in kernels if kernel["name"] in TRELLIS)
+    return max(kernel["end_us"] for kernel in kernels) / 1e3, own / 1e3
 
 
 def missing_launches(timeline: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -173,6 +174,7 @@ def _expect(where: str, found: object, expected: object, what: str) -> None:
 
 more = partial(Figure, more_is_better=True)
 TOK_S, MS, BYTES, PART, RATIO = "tokens/s", "ms", "bytes", "", "times"
+LONGEST = "decode_tok_s.c1.ctx256k"
 LONG = {"ctx128k": 0.9, "ctx256k": 0.85}  # of the first context's speed
 STEPS = {1: (None, None), 2: (None, None), 4: (15, 12), 8: (24, 20)}
 WALLS = {4: (220, 280), 8: (300, 420)}
@@ -195,6 +197,7 @@ SPEED_FIGURES = (
     ),
     Figure("limit_ms", limit, MS, receipt=SPEED),
     more("fraction_of_limit.c1", fraction_of_limit, PART, 0.30, 0.38, receipt=SPEED),
+    more(f"{LONGEST}.peak", result(LONGEST), TOK_S, receipt=PEAK),
     Figure("peak_bytes.ctx262144.c1", peak_bytes, BYTES, 92e9, receipt=PEAK),
     Figure("peak_bytes.ctx262144.c1.off_plan", off_plan, PART, 0.03, receipt=PEAK),
     Figure("small_ops_ms.c1", small_ops_ms, MS, 2.0, 1.2, receipt=TIMELINE),

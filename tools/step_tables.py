@@ -87,14 +87,15 @@ def timeline_table(receipts: Mapping[str, Receipt], has_drawing: bool) -> str:
     ]
     lines = [
         f"{origin(receipt)}; one sequence, {content['context']:,} tokens behind it, with room for "
-        f"{content['max_model_len']:,}. A step takes {results['step_ms']:.3f} ms, "
+        f"{content['max_model_len']:,}. A step takes {results['step_ms']:.3f} ms, and "
+        f"{results['traced_ms']:.3f} ms while it is traced, "
         f"of which products with the trellis {results['trellis_ms']:.3f} ms "
         f"and all else {results['small_ops_ms']:.3f} ms, "
         f"in {len(content['kernels'])} launches."
     ]
     if has_drawing:
         lines.append(f"Drawn: `receipts/h200/{DRAWING}`.")
-    head = ["kernel", "what it does", "trellis", "launches", "us in all", "us each", "of the sum"]
+    head = ["kernel", "what it does", "trellis", "launches", "us in all", "median us", "of the sum"]
     return "\n".join(lines) + "\n\n" + markdown(head, rows, num_texts=3)
 
 

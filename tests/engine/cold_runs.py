@@ -12,6 +12,7 @@ from emberbox.engine.plan import Limits
 from emberbox.engine.request import FinishReason, SamplingParams
 from emberbox.engine.sampler import Sampler, draw, uniform_of
 from emberbox.engine.token_reader import TokenReader
+from emberbox.ops.sample_rows import sample_rows
 from tests.engine.engine_world import MOST_TOKENS, Ask, World
 
 NEAR_LOGITS, NEAR_UNIFORM = 1e-3, 1e-4
@@ -94,6 +95,6 @@ class ColdRuns:
     def _cut(self, tokens: tuple[int, ...]) -> Cold:
         """The reply of a budget that ends it here: the same tokens, and their text."""
         params = SamplingParams(ignore_eos=True)
-        reader = TokenReader(params, self.llm._detokenizer(), (), len(tokens), ())
+        reader = TokenReader(params, self.llm._detokenizer(), (), len(tokens), (), sample_rows)
         events = [event for token in tokens for event in reader.read(None, [token], ())]
         return Cold(tokens, "".join(event.text for event in events), events[-1].finish)

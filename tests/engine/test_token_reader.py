@@ -13,6 +13,7 @@ from emberbox.chat.detokenizer import Detokenizer
 from emberbox.chat.tokenizer import Tokenizer
 from emberbox.engine.request import FinishReason, SamplingParams
 from emberbox.engine.token_reader import TokenReader
+from emberbox.ops.sample_rows import sample_rows
 from emberbox.testing.coin_drafter import CoinDrafter, oracle_of
 
 TOKENIZER = Tokenizer.open(Path(__file__).parents[2] / "models" / "ember-nano")
@@ -30,7 +31,7 @@ def letters(text: str) -> list[int]:
 
 
 def reader_of(params, *, budget=100, prompt_ids=(5, 6)):
-    return TokenReader(params, Detokenizer(TOKENIZER), EOS, budget, prompt_ids)
+    return TokenReader(params, Detokenizer(TOKENIZER), EOS, budget, prompt_ids, sample_rows)
 
 
 def greedy_run(reader, ids):

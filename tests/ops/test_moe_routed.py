@@ -11,7 +11,7 @@ from emberbox.ops.check import expected_of, moved
 from emberbox.ops.inputs import Random
 from emberbox.ops.launch import Program
 from emberbox.ops.moe_experts import KERNEL_TOLERANCE, decode_cuda
-from emberbox.ops.moe_experts.bank import PlainBank, bank_of
+from emberbox.ops.moe_experts.bank import PlainBank, bank_of, ready_bank
 from emberbox.ops.moe_experts.reference import moe_experts
 from emberbox.ops.moe_routed import OP, make_inputs
 from emberbox.ops.moe_routed import kernel_cuda as kernels
@@ -77,7 +77,10 @@ def test_the_rest_is_moe_experts():
 def test_a_bank_of_plain_experts_is_their_only_copy():
     experts = make_inputs(5, 7, 24, dtype=torch.float32)["projections"]
     before = [[weight.clone() for weight in expert] for expert in experts]
-    stacked = bank_of(experts).stacked
+    addresses = [weight.data_ptr() for expert in experts for weight in expert]
+    bank_of(experts)  # as an op does, which leaves what it is given alone
+    assert addresses == [weight.data_ptr() for expert in experts for weight in expert]
+    stacked = ready_bank(experts).stacked
     for e, (expert, old) in enumerate(zip(experts, before, strict=True)):
         for whole, weight, value in zip(stacked, expert, old, strict=True):
             assert torch.equal(weight, value)

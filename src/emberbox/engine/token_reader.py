@@ -13,7 +13,6 @@ from emberbox.chat.detokenizer import Detokenizer
 from emberbox.chat.parser import StopMatcher
 from emberbox.engine.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from emberbox.engine.sampler import Draws, Sampler
-from emberbox.ops.sample_rows import sample_rows
 
 
 class TokenReader:
@@ -26,9 +25,10 @@ class TokenReader:
         eos: Sequence[int],
         budget: int,
         prompt_ids: Sequence[int],
-        draws: Draws = sample_rows,
+        draws: Draws,
     ) -> None:
-        """`eos`: the model's end tokens. `budget`: tokens the reply may have, at least 1."""
+        """`eos`: the model's end tokens. `budget`: tokens the reply may have, at least 1. `draws`:
+        ops/sample_rows in the form of the logits' device."""
         own = () if params.ignore_eos else eos
         self._eos_ids = frozenset(eos)
         self._stop_ids = frozenset((*own, *params.stop_token_ids))

@@ -73,7 +73,7 @@ OP = Op(
             "emberbox.ops.moe_experts.kernel_cuda:moe_experts",
             "cuda",
             min_capability=(8, 0),
-            ready="emberbox.ops.moe_experts.bank:bank_of",
+            ready="emberbox.ops.moe_experts.bank:ready_bank",
             tolerance=KERNEL_TOLERANCE,
         ),
     },

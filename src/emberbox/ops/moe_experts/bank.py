@@ -48,9 +48,8 @@ class PlainBank(tuple[tuple[Tensor, ...], ...]):
 
     @classmethod
     def of(cls, projections: tuple[tuple[Tensor, ...], ...]) -> "PlainBank":
-        """Copies them together, one projection after another. What is given becomes a view of the
-        copy, so that whoever still holds it does not hold the memory twice."""
-        gate, up, down = (_together(each) for each in zip(*projections, strict=True))
+        """Copies them together, one projection after another."""
+        gate, up, down = (torch.stack(each) for each in zip(*projections, strict=True))
         bank = cls(zip(gate, up, down, strict=True))
         bank.stacked = gate, up, down
         return bank
@@ -63,7 +62,8 @@ def bank_of(projections: Projections) -> Projections:
         return projections
     plain = tuple(tuple(w for w in expert if isinstance(w, Tensor)) for expert in projections)
     is_plain = list(map(len, plain)) == list(map(len, projections))
-    if is_plain and len({tuple(weight.shape for weight in expert) for expert in plain}) == 1:
+    kinds = {tuple((weight.shape, weight.dtype) for weight in expert) for expert in plain}
+    if is_plain and len(kinds) == 1:
         return PlainBank.of(plain)
     experts = []
     for expert in projections:
@@ -79,11 +79,16 @@ def bank_of(projections: Projections) -> Projections:
     return bank
 
 
-def _together(weights: tuple[Tensor, ...]) -> Tensor:
-    whole = torch.stack(weights)
-    for weight, view in zip(weights, whole, strict=True):
-        weight.data = view
-    return whole
+def ready_bank(projections: Projections) -> Projections:
+    """The same, for once, at load: plain experts become views of their bank, so that whoever still
+    holds them does not hold the memory twice."""
+    bank = bank_of(projections)
+    if isinstance(bank, PlainBank):
+        for expert, views in zip(projections, bank, strict=True):
+            for weight, view in zip(expert, views, strict=True):
+                if isinstance(weight, Tensor):
+                    weight.data = view
+    return bank
 
 
 def _is_exl3(weight: Tensor | QuantTensor) -> TypeGuard[QuantTensor]:

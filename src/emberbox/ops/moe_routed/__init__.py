@@ -49,7 +49,7 @@ OP = Op(
             "emberbox.ops.moe_routed.kernel_cuda:moe_routed",
             "cuda",
             min_capability=(8, 0),
-            ready="emberbox.ops.moe_experts.bank:bank_of",
+            ready="emberbox.ops.moe_experts.bank:ready_bank",
             tolerance=moe_experts.KERNEL_TOLERANCE,
         )
     },
