@@ -179,13 +179,11 @@ def test_the_page_shows_figures_kernels_and_the_projection(root, monkeypatch):
     assert "| `step_ms.m4` | 13 | ms | <= 15 | 12 | holds | ratio 1.857 |" in page
     assert "| `decode_tok_s.c8.wall` | 299 | tokens/s | >= 300 | 420 | missed |  |" in page
     assert "| `peak_bytes.ctx262144.c1` | 91,000,000,000 | bytes | <= 92,000,000,000 |" in page
-    assert (
-        "A step takes 6.900 ms, and 7.000 ms while it is traced, of which products with the trellis 5.500 ms"
-        in page
-    )
+    assert "A step takes 6.900 ms, and 7.000 ms while it is traced, of which" in page
+    assert "of which products with the trellis 5.500 ms and all else 1.500 ms" in page
     assert f"| `gate_up` | {WHAT['gate_up']} | yes | 42 | 2,500.0 |" in page
     assert f"| `absorb_1` | {WHAT['absorb']} |  | 2 | 1,000.0 | 500.00 | 15.4% |" in page
-    assert "| `gb273.tok_s` | 35.54 |" in page
+    assert "| `gb273.tok_s` | 35.41 |" in page
     assert "| `kl_ratio.ember-nano.bfloat16.last` | 1.55 | times | <= 1.5 |  | missed |" in page
     assert "step_timeline.png" not in between(page, "timeline")
     kernels = (root / summarise.PAGE).read_text("utf-8")
